@@ -1,0 +1,1 @@
+"""Learning: turn rewards to advantages, an objective, and one jitted, donated update of the train state."""

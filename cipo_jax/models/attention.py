@@ -1,0 +1,239 @@
+"""Blockwise attention over packed rows: what a query sees is a predicate on a few integers per token.
+
+No `[L, L]` array is ever formed beyond one `block x block` tile, and tiles that nothing can see are skipped. A key `k` is
+visible to a query `q` iff
+
+    (segment_k == 0 and start_q <= index_k < limit_q and not hole_start_q <= index_k < hole_end_q)
+    or (segment_k == segment_q > 0 and index_k <= index_q)
+
+Segment 0 holds trajectories, positive segments hold copies of a trajectory's later tokens that must not see a part of
+it, and segment -1 is padding, which sees and is seen by nothing.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+NEGATIVE = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Visibility:
+    """Per-token integers `[B, L]` int32 of the predicate above.
+
+    Attributes:
+      segment: 0 trajectory, > 0 copy, -1 padding.
+      index: place of the token in its row (a copy keeps its original's).
+      start: first trajectory index the token may see: its document's first.
+      limit: one past the last trajectory index the token may see.
+      hole_start, hole_end: a further hidden stretch `[hole_start, hole_end)`; empty where equal.
+    """
+
+    segment: jax.Array
+    index: jax.Array
+    start: jax.Array
+    limit: jax.Array
+    hole_start: jax.Array
+    hole_end: jax.Array
+
+    @classmethod
+    def causal(cls, mask_BL, start_BL=None) -> "Visibility":
+        """Plain causal rows: `mask_BL` is True on real tokens; `start_BL` is each token's document's first index."""
+        index = jnp.broadcast_to(jnp.arange(mask_BL.shape[1], dtype=jnp.int32)[None], mask_BL.shape)
+        zero = jnp.zeros_like(index)
+        start = zero if start_BL is None else start_BL
+        return cls(jnp.where(mask_BL, 0, -1), index, start, jnp.where(mask_BL, index + 1, 0), zero, zero)
+
+    def concatenate(self, other: "Visibility") -> "Visibility":
+        """Both token streams behind each other in every row."""
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), self, other)
+
+
+def visible(query: Visibility, key: Visibility) -> jax.Array:
+    """The predicate, `[..., Lq, Lk]` bool: one tile in here, the whole matrix in the tests' reference."""
+
+    def q(x):
+        return x[..., :, None]
+
+    def k(x):
+        return x[..., None, :]
+
+    index = k(key.index)
+    in_hole = (q(query.hole_start) <= index) & (index < q(query.hole_end))
+    trajectory = (k(key.segment) == 0) & (q(query.start) <= index) & (index < q(query.limit)) & ~in_hole
+    own = (k(key.segment) == q(query.segment)) & (k(key.segment) > 0) & (index <= q(query.index))
+    return trajectory | own
+
+
+def _tiles(x, block: int, axis: int):
+    """Splits `axis` into tiles and moves the tile number to the front."""
+    shape = x.shape[:axis] + (x.shape[axis] // block, block) + x.shape[axis + 1 :]
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _tile_map(query: Visibility, key: Visibility, block: int) -> jax.Array:
+    """`[nq, nk]` bool, False where no query of the tile can see any key of the other. Conservative.
+
+    Computed once per forward, outside the layers, so that skipping costs no reduction over the mesh per layer.
+    """
+    big = jnp.int32(2**30)
+    q, k = (jax.tree.map(lambda x: _tiles(x, block, 1), v) for v in (query, key))
+
+    def low(x, where):
+        return jnp.min(jnp.where(where, x, big), (1, 2))
+
+    def high(x, where):
+        return jnp.max(jnp.where(where, x, -big), (1, 2))
+
+    real, text, copied, copy = q.segment >= 0, k.segment == 0, q.segment > 0, k.segment > 0
+    trajectory = (low(q.start, real)[:, None] <= high(k.index, text)[None]) & (
+        low(k.index, text)[None] < high(q.limit, real)[:, None]
+    )
+    own = (low(q.segment, copied)[:, None] <= high(k.segment, copy)[None]) & (
+        low(k.segment, copy)[None] <= high(q.segment, copied)[:, None]
+    )
+    return trajectory | own
+
+
+def _scores(q_BKGQE, k_BKSE, mask_BQS):
+    s = jnp.einsum("bkgqe,bkse->bkgqs", q_BKGQE, k_BKSE, preferred_element_type=jnp.float32)
+    return jnp.where(mask_BQS[:, None, None], s, NEGATIVE)
+
+
+def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, possible):
+    """Online-softmax attention over tiles: outputs `[nq, B, K, G, block, E]` and log-sum-exps `[nq, B, K, G, block]`."""
+
+    def query_step(_, xs):
+        q, query, row = xs
+
+        def key_step(carry, xs):
+            k, v, key, maybe = xs
+
+            def compute(carry):
+                m, total, acc = carry
+                mask = visible(query, key)
+                s = _scores(q, k, mask)
+                m_new = jnp.maximum(m, s.max(-1))
+                p = jnp.where(mask[:, None, None], jnp.exp(s - m_new[..., None]), 0.0)
+                shrink = jnp.exp(m - m_new)
+                pv = jnp.einsum("bkgqs,bkse->bkgqe", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+                return m_new, total * shrink + p.sum(-1), acc * shrink[..., None] + pv
+
+            return jax.lax.cond(maybe, compute, lambda c: c, carry), None
+
+        start = (jnp.full(q.shape[:-1], NEGATIVE), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape, jnp.float32))
+        (m, total, acc), _ = jax.lax.scan(key_step, start, (k_tiles, v_tiles, key_tiles, row))
+        total = jnp.maximum(total, 1e-30)  # a padding row sees nothing: its output is 0
+        return None, (acc / total[..., None], m + jnp.log(total))
+
+    return jax.lax.scan(query_step, None, (q_tiles, query_tiles, possible))[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(q_BKGLE, k_BKSE, v_BKSE, query, key, possible, block: int):
+    return _attend_forward(q_BKGLE, k_BKSE, v_BKSE, query, key, possible, block)[0]
+
+
+def _untile(x, axis: int):
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 2 :])
+
+
+def _all_tiles(q, k, v, query, key, block):
+    return (
+        _tiles(q, block, 3),
+        _tiles(k, block, 2),
+        _tiles(v, block, 2),
+        jax.tree.map(lambda x: _tiles(x, block, 1), query),
+        jax.tree.map(lambda x: _tiles(x, block, 1), key),
+    )
+
+
+def _attend_forward(q, k, v, query, key, possible, block):
+    out, lse = _forward(*_all_tiles(q, k, v, query, key, block), possible)
+    out = _untile(out, 3).astype(v.dtype)
+    return out, (q, k, v, query, key, possible, out, lse)
+
+
+def _attend_backward(block, residuals, d_out):
+    q, k, v, query, key, possible, out, lse_tiles = residuals
+    q_tiles, k_tiles, v_tiles, query_tiles, key_tiles = _all_tiles(q, k, v, query, key, block)
+    d_tiles = _tiles(d_out.astype(jnp.float32), block, 3)
+    delta_tiles = _tiles((d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1), block, 3)
+
+    def query_step(carry, xs):
+        q, query, row, lse, d, delta = xs
+
+        def key_step(d_q, xs):
+            k, v, key, maybe, d_k, d_v = xs
+
+            def compute(args):
+                d_q, d_k, d_v = args
+                mask = visible(query, key)
+                p = jnp.where(mask[:, None, None], jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
+                d_v = d_v + jnp.einsum("bkgqs,bkgqe->bkse", p, d)
+                d_p = jnp.einsum("bkgqe,bkse->bkgqs", d, v.astype(jnp.float32))
+                d_s = p * (d_p - delta[..., None])
+                d_q = d_q + jnp.einsum("bkgqs,bkse->bkgqe", d_s, k.astype(jnp.float32))
+                d_k = d_k + jnp.einsum("bkgqs,bkgqe->bkse", d_s, q.astype(jnp.float32))
+                return d_q, d_k, d_v
+
+            d_q, d_k, d_v = jax.lax.cond(maybe, compute, lambda a: a, (d_q, d_k, d_v))
+            return d_q, (d_k, d_v)
+
+        d_q = jnp.zeros(q.shape, jnp.float32)
+        d_q, carry = jax.lax.scan(key_step, d_q, (k_tiles, v_tiles, key_tiles, row, *carry))
+        return carry, d_q
+
+    start = (jnp.zeros(k_tiles.shape, jnp.float32), jnp.zeros(v_tiles.shape, jnp.float32))
+    (d_k, d_v), d_q = jax.lax.scan(
+        query_step, start, (q_tiles, query_tiles, possible, lse_tiles, d_tiles, delta_tiles)
+    )
+    return (
+        _untile(d_q, 3).astype(q.dtype),
+        _untile(d_k, 2).astype(k.dtype),
+        _untile(d_v, 2).astype(v.dtype),
+        None,
+        None,
+        None,
+    )
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+class PackedContext:
+    """Attention of whole rows onto themselves under a `Visibility`; no cache."""
+
+    def __init__(self, visibility: Visibility, block: int = 256):
+        """`block` is the side of a tile; rows are padded to a multiple of it."""
+        length = visibility.index.shape[1]
+        self.block = min(block, length)
+        self.padding = -length % self.block
+        pad = {"segment": -1}
+        self.visibility = Visibility(
+            **{
+                f.name: jnp.pad(
+                    getattr(visibility, f.name), ((0, 0), (0, self.padding)), constant_values=pad.get(f.name, 0)
+                )
+                for f in dataclasses.fields(Visibility)
+            }
+        )
+        self.possible = _tile_map(self.visibility, self.visibility, self.block)
+
+    def attention(self, q_BLHE, k_BLKE, v_BLKE, cache, layer):
+        """See `models.decoder.Context`."""
+        del layer
+        B, L, H, E = q_BLHE.shape
+        K = k_BLKE.shape[2]
+
+        def rows(x):
+            return jnp.pad(x, ((0, 0), (0, self.padding), (0, 0), (0, 0)))
+
+        q = rows(q_BLHE * jnp.asarray(E**-0.5, q_BLHE.dtype)).reshape(B, -1, K, H // K, E).transpose(0, 2, 3, 1, 4)
+        k, v = rows(k_BLKE).transpose(0, 2, 1, 3), rows(v_BLKE).transpose(0, 2, 1, 3)
+        out = _attend(q, k, v, self.visibility, self.visibility, self.possible, self.block)
+        return out.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, E)[:, :L], cache

@@ -142,7 +142,9 @@ def describe(pattern: str = "") -> str:
         first = (inspect.getdoc(entry.wrapped) or "").strip().split("\n\n")[0].replace("\n", " ")
         lines = [f"{_short(selector)}  ({selector.rsplit('.', 1)[0]})", *([f"    {first}"] if first else [])]
         for name, parameter in _parameters(selector).items():
-            default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
+            given = parameter.default
+            required = given is gin.REQUIRED or given is inspect.Parameter.empty
+            default = "  (required)" if required else f" = {given!r}"
             lines.append(f"    .{name}{default}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

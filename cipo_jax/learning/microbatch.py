@@ -5,6 +5,7 @@ Index arrays on the host; `-1` stands for an empty row, so that shapes never cha
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from cipo_jax.errors import UserError
@@ -78,10 +79,12 @@ def microbatch_indices(length_N: Array, count: int, shards: int = 1) -> np.ndarr
 
 
 def take_rows(batch: UpdateBatch, index: np.ndarray) -> UpdateBatch:
-    """Gathers rows of a host batch: every `[N, ...]` array becomes `index.shape + [...]`.
+    """Gathers rows into a host batch: every `[N, ...]` array becomes `index.shape + [...]`.
 
-    Rows at index -1 are empty: length 0, no token in the loss, group -1, zeros elsewhere.
+    Rows at index -1 are empty: length 0, no token in the loss, group -1, zeros elsewhere. Arrays on the device are
+    fetched, explicitly.
     """
+    batch = jax.device_get(batch)
     index = np.asarray(index)
     empty = index < 0
     safe = np.where(empty, 0, index)

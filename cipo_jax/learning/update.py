@@ -41,11 +41,11 @@ def make_update(
       donate: reuse the memory of the state passed in; it must not be read afterwards. The batch is never donated.
 
     Returns:
-      The jitted function. `batch` is an `UpdateBatch` of `[M, b, ...]` arrays, `learning_rate` a float32 scalar (traced:
-      a new rate compiles nothing), `logprob_args` traced arguments such as the temperature. The metrics are float32
-      scalars: those of the objective, `loss_count` (the denominator), `grad_norm` before clipping, `update_norm` of the
-      step that was taken, `param_norm` before it, `learning_rate`, and `skipped` (1 for a non-finite batch) and `empty`
-      (1 for a batch without a token in the loss).
+      The jitted function. `batch` is an `UpdateBatch` of `[M, b, ...]` arrays, `learning_rate` a float32 scalar (it is
+      traced: a new rate compiles nothing), `logprob_args` traced arguments such as the temperature. The metrics are
+      float32 scalars: those of the objective, `loss_count` (the denominator), `grad_norm` before clipping,
+      `update_norm` of the step that was taken, `param_norm` before it, `learning_rate`, and `skipped` (1 for a
+      non-finite batch) and `empty` (1 for a batch without a token in the loss).
     """
     param_sharding = None if state_sharding is None else state_sharding.params
 

@@ -37,8 +37,8 @@ def ealr(visible_BL: Array, masked_BL: Array, trajectories: Trajectories) -> tup
     """EALR of every retrieval turn, stored at the action it explains (arXiv 2608.06128, Eq. 5).
 
     For a search turn `t` with evidence, `EALR = (log p(a | h, E) - log p(a | h, mask(E))) / m` where `a` is action
-    `t + 1` and `m` its tokens. It is undefined when the evidence is empty or fully cut, or when there is no next action.
-    May run inside jit.
+    `t + 1` and `m` its tokens. It is undefined when the evidence is empty or fully cut, or without a next action. May
+    run inside jit.
 
     Args:
       visible_BL: `[B, L]` float32, log-probs (nats, temperature 1) with the evidence in sight.

@@ -55,7 +55,7 @@ def f1_format(
       answer: the last closed answer or None.
       golds: gold aliases.
       format_valid: the protocol's verdict on the whole response.
-      format_floor: reward of a well-formed response whose F1 is 0. It is a floor, not a bonus.
+      format_floor: reward of a well-formed response whose F1 is 0; a positive F1 stays as it is.
       format_gates_f1: give 0 to every invalid format even when F1 is positive, as the authors' released code does.
         False follows the paper.
       punctuation: see `scores.normalise`.

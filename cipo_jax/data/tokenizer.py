@@ -23,15 +23,10 @@ VOCABULARY_MULTIPLE = 64
 # Tags, words and numbers, then any other mark; each with the space before it, if any.
 _PIECE = r" ?</?[a-z_]+>| ?[A-Za-z0-9]+|\n\n|\n| ?[^\sA-Za-z0-9]|\s"
 
-_TAGS = ("think", "search", "information", "answer")
 _MARKS = tuple("!\"'()*,-./:;<=>?[]_{}")
-_NUMBERS = tuple(str(number) for number in range(21))
-_WORDS = """
-a about again all also an and are as ask asked because but by can doc does each find first for from have he her his how
-i in into is it its knows last means need new no not now of on one or other passage question read recall remember said
-say says searched second she should so source state states than that the then there these they this title to two use
-was we what when where which who why with would yes you
-"""
+_NUMBERS = tuple(str(number) for number in range(11))
+# A few words beyond the templates', for prompts and probes of one's own.
+_WORDS = "Also Then Therefore So a all also as but fact first last not now one passage second should so then was with"
 
 
 def pieces(text: str) -> list[str]:
@@ -42,17 +37,15 @@ def pieces(text: str) -> list[str]:
 def vocabulary() -> list[str]:
     """Every token in id order: pad, eos, unk, white space, tags, marks, words, names, then unused padding.
 
-    Words and names appear with and without a leading space, words also with a capital.
+    Everything but white space appears with and without a leading space.
     """
     tokens = [PAD, EOS, UNK, "\n", "\n\n", " "]
-    bare = [f"<{slash}{tag}>" for tag in _TAGS for slash in ("", "/")] + list(_MARKS) + list(_NUMBERS)
+    bare = [*search_r1.TAGS, *_MARKS, *_NUMBERS]
     words = set(_WORDS.split())
     for text in _template_texts():
-        words |= {piece.strip().lower() for piece in pieces(text) if piece.strip().isalpha()}
-    names = set(ALL_NAMES)
-    for word in sorted(words - {name.lower() for name in names}):
-        bare += dict.fromkeys((word, word.capitalize()))
-    bare += sorted(names)
+        words |= {piece.strip() for piece in pieces(text) if piece.strip().isalpha()}
+    bare += sorted(words | {word.lower() for word in words})
+    bare += sorted(ALL_NAMES)
     for token in bare:
         tokens += [token, " " + token]
     tokens += [f"<unused{i}>" for i in range(-len(tokens) % VOCABULARY_MULTIPLE)]
@@ -100,4 +93,4 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 def _template_texts() -> Iterable[str]:
     yield from (*QUESTIONS.values(), *STATEMENTS.values(), HEARSAY, QUERY, *DEMONSTRATION_TEXTS)
-    yield from (search_r1.INSTRUCTION, *search_r1.CORRECTIONS.values(), search_r1.NOTHING_FOUND)
+    yield from (search_r1.INSTRUCTION, *search_r1.CORRECTIONS.values(), search_r1.NOTHING_FOUND, search_r1.LINE)

@@ -27,9 +27,11 @@ CORRECTIONS = {
     INVALID_ACTION: "\n\nNo search query or answer was found. Write one of them inside its tags.\n\n",
     RETRIEVAL_FAILED: "The search failed.",
 }
+LINE = "Doc {number}(Title: {title}) {text}"
 NOTHING_FOUND = "No passage was found."
 
-_TAG = re.compile(r"(</?(?:think|search|information|answer)>)")
+TAGS = tuple(f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/"))
+_TAG = re.compile(f"({'|'.join(TAGS)})")
 _CALL = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 
@@ -68,9 +70,7 @@ class SearchR1(Protocol):
     stop_strings = ("</search>", "</answer>")
     terminal_stops = ("</answer>",)
     corrects_invalid = True
-    control_strings = tuple(
-        f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")
-    )
+    control_strings = TAGS
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class SearchR1(Protocol):
         rows: list[int] = []
         offset = len(self._opening)
         for i, passage in enumerate(passages):
-            line = self.neutralise(f"Doc {i + 1}(Title: {passage.title}) {passage.text}")
+            line = self.neutralise(LINE.format(number=i + 1, title=passage.title, text=passage.text))
             ids = self.encode(line if i == 0 else "\n" + line)
             if len(content) + len(ids) > room:
                 if i > 0 or room == 0:

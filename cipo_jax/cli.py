@@ -57,7 +57,7 @@ def run(
     doc = doc if doc is not None else sys.modules[main.__module__].__doc__
     argv = list(sys.argv if argv is None else argv)
     app.run(
-        lambda _: _guarded(main, run_dir),
+        lambda _: start.leave_on_failure(lambda: _guarded(main, run_dir)),
         argv=argv,
         flags_parser=lambda args: _parse_flags(args, doc or "", main.__module__),
     )
@@ -73,7 +73,9 @@ def _parse_flags(argv: list[str], doc: str, module: str) -> list[str]:
         _say(f"{error}; --help shows the flags.".replace(".;", ";"))
         sys.exit(USER_ERROR)
     if len(rest) > 1:
-        _say(f"Unexpected argument {rest[1]!r}; settings are passed as --gin_file=FILE or --gin_binding='name = value'.")
+        _say(
+            f"Unexpected argument {rest[1]!r}; settings are passed as --gin_file=FILE or --gin_binding='name = value'."
+        )
         sys.exit(USER_ERROR)
     return rest
 

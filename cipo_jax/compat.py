@@ -7,7 +7,7 @@ try:
 except ImportError:  # before the promotion out of jax.experimental
     from jax.experimental.shard_map import shard_map  # type: ignore[no-redef]
 
-__all__ = ["COMPILE_EVENT", "add_duration_listener", "remove_duration_listener", "shard_map"]
+__all__ = ["COMPILE_EVENT", "add_duration_listener", "coordination_client", "remove_duration_listener", "shard_map"]
 
 # Duration event that JAX records once per XLA compilation (a load from the persistent cache included).
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -29,3 +29,13 @@ def remove_duration_listener(listener) -> None:
         remove(listener)
     except (AssertionError, ValueError):
         return
+
+
+def coordination_client():
+    """The client of the key-value store and barriers that `jax.distributed` runs on the hosts; None when alone.
+
+    It has no public name yet. Used: `key_value_set`, `key_value_dir_get`, `wait_at_barrier`.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -1,6 +1,10 @@
 """Starting JAX on several processes or hosts."""
 
 import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
 
 import jax
 
@@ -27,6 +31,8 @@ def initialise(environment: dict[str, str] | None = None) -> bool:
       UserError: Some but not all variables are set, or one does not make sense.
     """
     environment = dict(os.environ if environment is None else environment)
+    # `training.checkpoints.StopSignal` handles SIGTERM; JAX's service would swallow it from the first moment on.
+    jax.config.update("jax_enable_preemption_service", False)
     if environment.get("CIPO_DISTRIBUTED", "") == "auto":
         jax.distributed.initialize()
         return jax.process_count() > 1
@@ -52,6 +58,37 @@ def initialise(environment: dict[str, str] | None = None) -> bool:
         coordinator, num_processes=count, process_id=process, coordinator_bind_address=bind, initialization_timeout=120
     )
     return True
+
+
+def leave_on_failure(program: Callable[[], int]) -> int:
+    """Runs `program`; when it fails as one of several processes, ends this process at once.
+
+    An ordinary exit waits until all processes reach their end, which fellows that wait for this one never do.
+
+    Args:
+      program: Returns the exit code.
+
+    Returns:
+      The exit code, if it is 0 or this process is alone. What `program` raises passes through when it is alone.
+    """
+    try:
+        code = program()
+    except BaseException:
+        if not _connected():
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and _connected():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if jax.process_index() == 0:
+            time.sleep(2)  # process 0 hosts the coordinator: fellows with the same error first get to tell it
+        os._exit(code)
+    return code
+
+
+def _connected() -> bool:
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def _integer(name: str, text: str) -> int:

@@ -18,11 +18,12 @@ import gin
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from cipo_jax import compat
 from cipo_jax.errors import UserError
 
 _TRASH = "removed"  # Orbax renames an old step into it, which is atomic; its content is deleted afterwards
+_BARRIER_MS = 3_600_000  # a host may be busy for long (compiling, evaluating); a dead one is noticed by its heartbeat
 
 
 @gin.configurable(denylist=["directory", "read_only"])
@@ -36,7 +37,9 @@ class Checkpoints:
       read_only: Never write or delete (evaluation of another run's checkpoints).
     """
 
-    def __init__(self, directory: str | os.PathLike, *, keep: int = 2, background: bool = True, read_only: bool = False):
+    def __init__(
+        self, directory: str | os.PathLike, *, keep: int = 2, background: bool = True, read_only: bool = False
+    ):
         if keep < 1:
             raise UserError(f"Checkpoints.keep={keep} keeps no checkpoint; use 1 or more.")
         self.directory = Path(directory).absolute()
@@ -47,7 +50,7 @@ class Checkpoints:
         self._scores: dict[int, float] = {}
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_names=("state", "meta"),
+            item_handlers={"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 create=not read_only,
                 read_only=read_only,
@@ -101,6 +104,7 @@ class Checkpoints:
                 state=ocp.args.PyTreeSave({name: _to_disk(leaf) for name, leaf in _named(state).items()}),
                 meta=ocp.args.JsonSave({"score": score, "meta": json.loads(json.dumps(dict(meta), default=_json))}),
             ),
+            force=True,  # when to save is the loop's decision
         )
 
     def restore(self, abstract: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
@@ -126,7 +130,9 @@ class Checkpoints:
         for name, leaf in wanted.items():
             targets[name] = target = _target(leaf)
             if name not in saved:
-                raise UserError(f"{where}: there is no array {name!r}; the checkpoint is of another model or optimiser.")
+                raise UserError(
+                    f"{where}: there is no array {name!r}; the checkpoint is of another model or optimiser."
+                )
             if tuple(saved[name].shape) != target.shape:
                 raise UserError(
                     f"{where}: {name!r} has shape {tuple(saved[name].shape)} but the configuration asks for "
@@ -205,28 +211,31 @@ class _LatestAndBest:
 class StopSignal:
     """Notices a request to stop (SIGTERM, which clusters send before they take a machine away).
 
-    The loop polls `requested(step)` once per update, saves, and exits 0. In a multi-host run all processes hear of a
-    request at the same step, whichever of them was told: JAX's preemption service agrees on it.
+    The loop polls `requested()` once per update, saves, and exits 0. In a multi-host run the poll is a barrier between
+    the hosts, without work for the devices, and all hosts hear of a request in the same poll, whichever was told.
+    (JAX's own preemption service counts its callers' polls, and Orbax polls it too, from process 0 alone at times.)
     """
+
+    _polls = 0  # of this process: names the barriers, which can be used only once
 
     def __init__(self):
         self._heard = False
-        self._previous = None
-        if jax.process_count() == 1:
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        self._previous = signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_) -> None:
         self._heard = True
 
-    def requested(self, step: int) -> bool:
-        """Whether to save and stop now.
-
-        Args:
-          step: Updates done; multi-host processes call it with the same steps in the same order.
-        """
-        if jax.process_count() == 1:
+    def requested(self) -> bool:
+        """Whether to save and stop now. Multi-host processes call it equally often."""
+        client = compat.coordination_client()
+        if client is None:
             return self._heard
-        return multihost_utils.reached_preemption_sync_point(step)
+        StopSignal._polls += 1
+        poll = f"cipo_jax_stop/{StopSignal._polls}"
+        if self._heard:
+            client.key_value_set(f"{poll}/{jax.process_index()}", "1")
+        client.wait_at_barrier(poll, _BARRIER_MS)
+        return bool(client.key_value_dir_get(f"{poll}/"))
 
     def close(self) -> None:
         """Restores the earlier handler."""
@@ -279,8 +288,9 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype,
-                                sharding=sharding)
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype, sharding=sharding
+    )
 
 
 def _from_disk(value: Any, like: Any) -> Any:

@@ -117,7 +117,9 @@ def load_bert(folder: str | Path, config: BertConfig) -> Params:
                 part = f"{_LAYER[match[2]]}.{match[3]}"
                 place, shape = f"{match[1]}.{part}", layer_shapes[part]
             else:
-                raise UserError(f"{path}: tensor {full_name!r} is not part of this BERT; give weights that match config.json")
+                raise UserError(
+                    f"{path}: tensor {full_name!r} is not part of this BERT; give weights that match config.json"
+                )
             tensor = file.get_tensor(full_name)
             if shape is not None and tensor.shape != shape:
                 raise UserError(f"{path}: tensor {full_name!r} has shape {tensor.shape}, config.json says {shape}")
@@ -187,7 +189,9 @@ def bert_hidden(params: Params, config: BertConfig, ids_BL: jax.Array, mask_BL: 
             x_BLH + linear(mixed, layer, "out"), layer["attention_norm_weight"], layer["attention_norm_bias"], eps
         )
         up = jax.nn.gelu(linear(x_BLH, layer, "up"), approximate=False)
-        return layer_norm(x_BLH + linear(up, layer, "down"), layer["ffn_norm_weight"], layer["ffn_norm_bias"], eps), None
+        return layer_norm(
+            x_BLH + linear(up, layer, "down"), layer["ffn_norm_weight"], layer["ffn_norm_bias"], eps
+        ), None
 
     x = params["word"][ids_BL] + params["position"][:length]
     x = layer_norm(x, params["norm_scale"], params["norm_bias"], eps)

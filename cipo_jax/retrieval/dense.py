@@ -10,7 +10,7 @@ import numpy as np
 from cipo_jax.errors import UserError
 from cipo_jax.retrieval.corpus import Corpus
 from cipo_jax.retrieval.embedding import Embedder, SparseProjection
-from cipo_jax.retrieval.index import VectorIndex
+from cipo_jax.retrieval.index import IndexSpec, VectorIndex, index_folder
 from cipo_jax.retrieval.retriever import Passage
 
 ORDERS = ("score", "shuffled")
@@ -66,6 +66,33 @@ class DenseRetriever:
 
 
 @gin.configurable
+def dense_retriever(
+    corpus: Corpus = gin.REQUIRED,
+    embedder: Embedder = gin.REQUIRED,
+    folder: str = gin.REQUIRED,
+    spec: IndexSpec | None = None,
+    mmap: bool = False,
+    order: str = "score",
+    seed: int = 0,
+) -> DenseRetriever:
+    """Opens what `build_index` made.
+
+    Args:
+      corpus: passages the index was built over.
+      embedder: the encoder it was built with.
+      folder: `build_index.folder`.
+      spec: which of its indices, and how to search it; `Flat` if None.
+      mmap: leave the vectors on disk and page them in as they are searched.
+      order: see `DenseRetriever`.
+      seed: of the shuffled order.
+    """
+    spec = spec or IndexSpec()
+    return DenseRetriever(
+        corpus, embedder, VectorIndex.load(index_folder(folder, spec.factory), spec, mmap), order, seed
+    )
+
+
+@gin.configurable
 def sparse_retriever(
     corpus: Corpus, dim: int = 512, idf_clip: float = 2.0, order: str = "score", seed: int = 0
 ) -> DenseRetriever:
@@ -82,4 +109,4 @@ def sparse_retriever(
         raise UserError("a retriever needs a corpus of at least one passage, got an empty one")
     texts = [corpus.passage(row).contents for row in range(len(corpus))]
     embedder = SparseProjection(dim, idf_clip, seed).fit(texts)
-    return DenseRetriever(corpus, embedder, VectorIndex(embedder.embed_passages(texts)), order, seed)
+    return DenseRetriever(corpus, embedder, VectorIndex.from_embeddings(embedder.embed_passages(texts)), order, seed)

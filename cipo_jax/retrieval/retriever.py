@@ -25,8 +25,9 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """Title and text in one string, as Search-R1 corpora write them (`"Title"\\ntext`)."""
-        return f'"{self.title}"\n{self.text}' if self.title else self.text
+        """Title and text in one string, as Search-R1 corpora write them: `"Title"\\ntext`, quotes in it doubled."""
+        title = self.title.replace('"', '""')
+        return f'"{title}"\n{self.text}' if title else self.text
 
 
 class RetrievalError(Exception):

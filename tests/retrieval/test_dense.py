@@ -79,7 +79,9 @@ def test_shuffled_order_permutes_the_same_passages():
     texts = [query for query, _ in queries]
     by_score = sparse_retriever(corpus).retrieve(texts, 3)
     embedder = SparseProjection().fit(p.contents for p in map(corpus.passage, range(len(corpus))))
-    index = VectorIndex(embedder.embed_passages([corpus.passage(r).contents for r in range(len(corpus))]))
+    index = VectorIndex.from_embeddings(
+        embedder.embed_passages([corpus.passage(r).contents for r in range(len(corpus))])
+    )
     shuffled = DenseRetriever(corpus, embedder, index, order="shuffled", seed=7).retrieve(texts, 3)
     assert [sorted(p.row for p in found) for found in shuffled] == [sorted(p.row for p in f) for f in by_score]
     first = np.mean([a[0] == b[0] for a, b in zip(by_score, shuffled)])

@@ -1,10 +1,13 @@
 """Scripted agents that bound what a policy can reach: one follows the evidence, one answers from memory.
 
 They search with the retriever of the rollouts and talk through its protocol, so a ceiling below 1 shows what the
-retriever does not find.
+retriever does not find. The same writing gives the pairs that ask whether EALR tells following from remembering.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from cipo_jax.data import demonstration_texts as texts
 from cipo_jax.data.demonstrations import Demonstration, Turn, encode_demonstration
@@ -12,9 +15,8 @@ from cipo_jax.data.questions import Question
 from cipo_jax.data.world import CAPITAL, QUERY, Fact, World
 from cipo_jax.protocols.base import ActionKind, Protocol
 from cipo_jax.retrieval.retriever import Passage, Retriever
-from cipo_jax.rollout import episode as episodes
-from cipo_jax.rollout.episode import Episode
-from cipo_jax.types import Role, StopReason
+from cipo_jax.rollout.episode import Episode, read_episodes
+from cipo_jax.types import Role, StopReason, Trajectories
 
 UNKNOWN = "unknown"  # what the oracle answers when the passages do not say
 
@@ -67,36 +69,115 @@ def run_scripted(
       One episode per question, for `behaviour.summarise`. The agent reads all passages; the episode holds those that
       fit into the budget.
     """
-    out = []
+    demos = []
     for question in questions:
-        retriever = retrievers[question.corpus]
-
-        def search(query: str, retriever=retriever) -> list[Passage]:
-            return retriever.retrieve([query], top_k)[0]
-
+        search = _search(retrievers[question.corpus], top_k)
         turns = agent(question, worlds[question.corpus], search)
-        demo = Demonstration(question.question, tuple(turns))
-        out.append(episode_from_demonstration(demo, question, protocol, observation_budget))
+        demos.append(Demonstration(question.question, tuple(turns)))
+    return read_episodes(demonstration_trajectories(demos, protocol, observation_budget), questions, protocol)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two trajectories that differ in their last action alone: same history, same evidence.
+
+    Attributes:
+      question: what was asked.
+      follow: its last action says what the passages say.
+      remember: its last action says what the memory says.
+    """
+
+    question: Question
+    follow: Demonstration
+    remember: Demonstration
+
+
+def evidence_pairs(
+    questions: Sequence[Question], worlds: Mapping[str, World], retrievers: Mapping[str, Retriever], top_k: int
+) -> list[Pair]:
+    """Pairs on conflict questions: one about the second search, one about the answer, where world and memory differ.
+
+    The history is the oracle's. Questions whose passages are not found give no pair. EALR of the last action should be
+    larger for `follow` than for `remember`.
+    """
+    pairs = []
+    for question in questions:
+        world, meta = worlds[question.corpus], question.meta
+        turns = oracle(question, world, _search(retrievers[question.corpus], top_k))
+        if len(turns) < 3 or UNKNOWN in turns[-1].action:
+            continue
+        country, relation, city = meta["country"], meta["relation"], meta["capital"]
+        if meta["prior_capital"] != city:
+            query = QUERY.format(relation=relation, subject=meta["prior_capital"])
+            think = _read(CAPITAL, country, meta["prior_capital"])
+            remembered = Turn(texts.SEARCH_ACTION.format(think=think, query=query))
+            pairs.append(_pair(question, turns[:1], Turn(turns[1].action), remembered))
+        if meta["gold"] != meta["prior_answer"]:
+            remembered = _answer(_read(relation, city, meta["prior_answer"]), meta["prior_answer"])
+            pairs.append(_pair(question, turns[:2], turns[2], remembered))
+    return pairs
+
+
+def _pair(question: Question, history: Sequence[Turn], follow: Turn, remember: Turn) -> Pair:
+    text = question.question
+    return Pair(question, Demonstration(text, (*history, follow)), Demonstration(text, (*history, remember)))
+
+
+def demonstration_trajectories(
+    demos: Sequence[Demonstration], protocol: Protocol, observation_budget: int
+) -> Trajectories:
+    """Written trajectories as a rollout would have returned them: host arrays, padded to the longest.
+
+    Behaviour log-probs are 0, every demonstration is a group of its own, and one that ends without an answer ended at
+    the turn limit.
+    """
+    records = [encode_demonstration(demo, protocol, observation_budget) for demo in demos]
+    shown = [
+        [protocol.observe(turn.passages, observation_budget) if turn.passages else None for turn in demo.turns[:-1]]
+        for demo in demos
+    ]
+    rows, length = len(demos), max(map(len, records))
+    turns = max(len(demo.turns) for demo in demos)
+    passages = max([1, *(len(o.rows) for demo in shown for o in demo if o)])
+    out = Trajectories(
+        tokens=np.zeros((rows, length), np.int32),
+        role=np.full((rows, length), Role.PAD, np.int8),
+        turn=np.full((rows, length), -1, np.int8),
+        behaviour_logprob=np.zeros((rows, length), np.float32),
+        length=np.array([len(record) for record in records], np.int32),
+        group=np.arange(rows, dtype=np.int32),
+        stop_reason=np.zeros(rows, np.int32),
+        action_span=np.zeros((rows, turns, 2), np.int32),
+        evidence_span=np.zeros((rows, turns, 2), np.int32),
+        content_span=np.zeros((rows, turns, 2), np.int32),
+        passage_span=np.zeros((rows, turns, passages, 2), np.int32),
+        passage_row=np.full((rows, turns, passages), -1, np.int32),
+    )
+    for b, (demo, record) in enumerate(zip(demos, records)):
+        out.tokens[b, : len(record)] = record.ids
+        out.role[b, : len(record)] = record.roles
+        out.turn[b, : len(record)] = record.turns
+        answered = protocol.parse_action(demo.turns[-1].action).kind is ActionKind.ANSWER
+        out.stop_reason[b] = StopReason.ANSWER if answered else StopReason.TURN_LIMIT
+        for t in range(len(demo.turns)):
+            out.action_span[b, t] = _span(out, b, t, Role.ACTION)
+        for t, observation in enumerate(shown[b]):
+            if observation is not None and observation.rows:
+                start, _ = out.evidence_span[b, t] = _span(out, b, t, Role.OBSERVATION)
+                out.content_span[b, t] = np.add(observation.content, start)
+                count = len(observation.rows)
+                out.passage_span[b, t, :count] = np.add(observation.passages, start)
+                out.passage_row[b, t, :count] = observation.rows
     return out
 
 
-def episode_from_demonstration(
-    demo: Demonstration, question: Question, protocol: Protocol, observation_budget: int
-) -> Episode:
-    """Reads a written trajectory as the episode that the same tokens from a rollout would have given."""
-    record = encode_demonstration(demo, protocol, observation_budget)
-    turns = []
-    for t, written in enumerate(demo.turns):
-        ids = [i for i, role, turn in zip(record.ids, record.roles, record.turns) if role == Role.ACTION and turn == t]
-        text = protocol.tokenizer.decode(ids)
-        answered = written.passages and t + 1 < len(demo.turns)
-        rows = protocol.observe(written.passages, observation_budget).rows if answered else []
-        turns.append(episodes.Turn(text, protocol.parse_action(text), tuple(rows)))
-    response = protocol.tokenizer.decode([i for i, role in zip(record.ids, record.roles) if role != Role.PROMPT])
-    answer = protocol.final_answer(response)
-    malformed = not (answer or "").strip() or any(t.action.kind is ActionKind.INVALID for t in turns)
-    ended = StopReason.ANSWER if turns[-1].action.kind is ActionKind.ANSWER else StopReason.TURN_LIMIT
-    return Episode(question, tuple(turns), response, answer, malformed, StopReason.NAMES[ended], len(record))
+def _span(trajectories: Trajectories, b: int, turn: int, role: int) -> tuple[int, int]:
+    places = np.flatnonzero((trajectories.role[b] == role) & (trajectories.turn[b] == turn))
+    return int(places[0]), int(places[-1]) + 1
+
+
+def _search(retriever: Retriever, top_k: int) -> Search:
+    return lambda query: retriever.retrieve([query], top_k)[0]
 
 
 def _look_up(world: World, search: Search, relation: str, subject: str, think: str) -> tuple[Turn, str | None]:

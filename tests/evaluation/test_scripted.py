@@ -122,3 +122,55 @@ def test_nothing_is_retrieved_closed_book(strata, protocol):
     seen, _ = run(scripted.oracle, split, protocol)
     with pytest.raises(ValueError, match="saw passages"):
         closed_book.score_closed_book(seen)
+
+
+def test_trajectories_say_what_was_written(strata, protocol):
+    split = strata["conflict"]
+    search = retrievers(split.worlds)
+    demos = []
+    for question in split.questions[:4]:
+        turns = scripted.oracle(
+            question, split.worlds[question.corpus], lambda q, c=question.corpus: search[c].retrieve([q], 2)[0]
+        )
+        demos.append(scripted.Demonstration(question.question, tuple(turns)))
+    demos[1] = scripted.Demonstration(demos[1].question, demos[1].turns[:2])  # ends on a search
+    got = scripted.demonstration_trajectories(demos, protocol, 400)
+    decode = protocol.tokenizer.decode
+    for b, demo in enumerate(demos):
+        assert (got.role[b] != Role.PAD).sum() == got.length[b]
+        for t, turn in enumerate(demo.turns):
+            start, end = got.action_span[b, t]
+            assert decode(got.tokens[b, start:end].tolist()) == turn.action
+            start, end = got.evidence_span[b, t]
+            if t + 1 == len(demo.turns):
+                assert start == end == 0
+                continue
+            assert decode(got.tokens[b, start:end].tolist()).strip().startswith("<information>")
+            for k, passage in enumerate(turn.passages):
+                left, right = got.passage_span[b, t, k]
+                assert passage.text in decode(got.tokens[b, left:right].tolist())
+            low, high = got.content_span[b, t]
+            assert (low, high) == (got.passage_span[b, t, 0, 0], got.passage_span[b, t, 1, 1])
+            assert start < low < high < end
+    assert got.stop_reason.tolist() == [StopReason.ANSWER, StopReason.TURN_LIMIT] + 2 * [StopReason.ANSWER]
+    assert got.searches.tolist() == [2, 1, 2, 2]
+
+
+def test_evidence_pairs_differ_in_their_last_action_alone(strata):
+    split = strata["conflict"]
+    pairs = scripted.evidence_pairs(split.questions, split.worlds, retrievers(split.worlds), top_k=2)
+    assert len(pairs) == 2 * len(split.questions)  # every capital and every answer is redrawn
+    for pair in pairs:
+        meta = pair.question.meta
+        assert pair.follow.turns[:-1] == pair.remember.turns[:-1]
+        follow, remember = pair.follow.turns[-1].action, pair.remember.turns[-1].action
+        named = ("gold", "prior_answer") if "<answer>" in follow else ("capital", "prior_capital")
+        assert meta[named[0]] in follow and meta[named[1]] not in follow
+        assert remember == follow.replace(meta[named[0]], meta[named[1]])
+        shown = " ".join(p.text for p in pair.follow.turns[-2].passages)
+        assert meta[named[0]] in shown and meta[named[1]] not in shown
+
+
+def test_agreeing_facts_give_no_pairs(strata):
+    split = strata["agree"]
+    assert scripted.evidence_pairs(split.questions, split.worlds, retrievers(split.worlds), top_k=2) == []

@@ -62,9 +62,7 @@ class RunDir:
         self.close()
 
 
-def open_run_dir(
-    path: str | os.PathLike, config_text: str | None = None, *, may_change: Sequence[str] = ()
-) -> RunDir:
+def open_run_dir(path: str | os.PathLike, config_text: str | None = None, *, may_change: Sequence[str] = ()) -> RunDir:
     """Creates a run directory, or opens one that holds the same experiment.
 
     Args:

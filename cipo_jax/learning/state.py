@@ -71,6 +71,28 @@ class Optimizer:
         opt_state = self.transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
         return TrainState(params=params, opt_state=opt_state, step=jnp.zeros((), jnp.int32))
 
+    def state_sharding(self, params: Any, param_sharding: Any) -> TrainState:
+        """Where a state lives: moments lie with their parameters, counters on every device.
+
+        Args:
+          params: parameters or their `ShapeDtypeStruct`s.
+          param_sharding: the same tree of `NamedSharding`s.
+
+        Returns:
+          A `TrainState` of shardings, for `jit(init, out_shardings=...)` and `make_update`.
+        """
+        shapes = jax.eval_shape(self.init, params)
+        mesh = jax.tree.leaves(param_sharding)[0].mesh
+        replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        opt_state = optax.tree.map_params(
+            self.transform,
+            lambda _, sharding: sharding,
+            shapes.opt_state,
+            param_sharding,
+            transform_non_params=lambda _: replicated,
+        )
+        return TrainState(params=param_sharding, opt_state=opt_state, step=replicated)
+
 
 @gin.configurable
 def adamw(

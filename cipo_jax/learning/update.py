@@ -69,7 +69,7 @@ def make_update(
             grads = jax.tree.map(lambda g: g / jnp.maximum(count, 1.0), grads)
 
         with jax.named_scope("optimizer"):
-            grad_norm = optax.global_norm(grads)
+            grad_norm = optax.tree.norm(grads)
             # The loss sum counts too: a NaN on a clipped token has no gradient.
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss_sum)
             taken = finite & (count > 0)
@@ -90,8 +90,8 @@ def make_update(
         metrics |= {
             "loss_count": count,
             "grad_norm": grad_norm,
-            "update_norm": jnp.where(taken, optax.global_norm(step), 0.0),
-            "param_norm": optax.global_norm(params32),
+            "update_norm": jnp.where(taken, optax.tree.norm(step), 0.0),
+            "param_norm": optax.tree.norm(params32),
             "learning_rate": jnp.asarray(learning_rate, jnp.float32),
             "skipped": 1.0 - finite.astype(jnp.float32),
             "empty": (count == 0).astype(jnp.float32),

@@ -159,7 +159,7 @@ def slow_reference(data, group, last, config):
         rows = [b for b in range(count) if group[b] == g]
         cells = [[(b, t) for b in rows if data.valid[b, t]] for t in range(turns)]
         if config.ealr_norm == "group":
-            cells = [sum(cells, [])]
+            cells = [[cell for pool in cells for cell in pool]]
         for pool in cells:
             if len(pool) >= 2:
                 z = normalise([float(data.value[c]) for c in pool], config.ealr_std_floor)

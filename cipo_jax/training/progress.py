@@ -115,7 +115,7 @@ class Progress:
                 TimeElapsedColumn(**fixed),
                 TimeRemainingColumn(compact=True, **fixed),
                 TextColumn("left", **fixed),
-                TextColumn("{task.fields[numbers]}"),  # last, and wrapped on a narrow terminal
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),  # wraps when narrow
                 console=self._console,
             )
             self._bars.start()

@@ -66,7 +66,7 @@ def make_summary(
 
 def write_summary(path: str | Path, summary: Mapping[str, Any]) -> Path:
     """Writes a summary as JSON, in one step; values that are not finite become null."""
-    write_atomic(path, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
     return Path(path)
 
 
@@ -153,11 +153,12 @@ def _style(agent: str) -> str:
     return {"after": "bold", "before": ""}.get(agent, "dim")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value as JSON can hold it: NaN and infinity become None, numpy scalars numbers, keys text."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value.item() if hasattr(value, "item") else value

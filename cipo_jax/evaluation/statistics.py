@@ -126,6 +126,17 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(x.mean()), std, float(x.min()), float(x.max()), len(x))
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment of the p-values of one family; NaN stays NaN and does not count."""
+    p = np.asarray(p_values, np.float64)
+    order = [i for i in np.argsort(p) if not math.isnan(p[i])]
+    out, running = np.full(len(p), math.nan), 0.0
+    for place, i in enumerate(order):
+        running = max(running, min(1.0, (len(order) - place) * p[i]))
+        out[i] = running
+    return out.tolist()
+
+
 def _all_equal(x: np.ndarray) -> bool:
     """Equal but for rounding: .7 - .4 and .5 - .2 are one difference."""
     return bool(np.ptp(x) <= 1e-12 * max(1.0, float(np.abs(x).max())))

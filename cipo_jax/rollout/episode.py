@@ -71,5 +71,7 @@ def read_episodes(trajectories: Trajectories, questions: Sequence[Question], pro
         answer = protocol.final_answer(response)
         malformed = not (answer or "").strip() or any(t.action.kind is ActionKind.INVALID for t in turns)
         reason = StopReason.NAMES[int(trajectories.stop_reason[b])]
-        episodes.append(Episode(question, tuple(turns), response, answer, malformed, reason, int(trajectories.length[b])))
+        episodes.append(
+            Episode(question, tuple(turns), response, answer, malformed, reason, int(trajectories.length[b]))
+        )
     return episodes

@@ -1,9 +1,9 @@
 """Multi-turn rollouts with search as one compiled program.
 
 Every row is a slot with its own place in the cache. Tokens that are known but not yet forwarded (observations) are
-*forced* and go through a chunked extend step; the rest are sampled one at a time. The loop does, in this order: extend
-slots that are behind, else decode slots that can, else ask the host for the observations of the slots that wait. Each
-token of a trajectory is forwarded exactly once, prompts once per question, and nothing leaves the device per token.
+*forced* and go through a chunked extend step; the rest are sampled one at a time. The loop extends slots that are behind,
+decodes until every slot waits for an observation or is done, and asks the host for the observations. Each token of a
+trajectory is forwarded exactly once, prompts once per question, and nothing leaves the device per token.
 """
 
 import dataclasses
@@ -178,19 +178,18 @@ class Rollout:
         slots = dataclasses.replace(slots, steps=slots.steps.at[0].add(steps))
         rows = jnp.arange(slots.length.shape[0], dtype=jnp.int32)
         keys = jax.vmap(lambda r: jax.random.fold_in(jax.random.fold_in(key, r // samples), r % samples))(rows)
-        branches = [
-            functools.partial(self._extend, model_step),
-            functools.partial(self._decode, model_step, model.logits, keys, sampling),
-            functools.partial(self._ask, rows),
-        ]
+        extend = functools.partial(self._extend, model_step)
+        decode = functools.partial(self._decode, model_step, model.logits, keys, sampling)
 
         def body(s: _Slots):
-            alive = s.reason == 0
-            behind = alive & (s.length - s.cached > 1)
-            ready = alive & (s.ended == 0)
-            return jax.lax.switch(jnp.where(behind.any(), 0, jnp.where(ready.any(), 1, 2)), branches, s)
+            # Loops, not branches, around whatever writes the cache: XLA copies a conditional's operands.
+            s = jax.lax.while_loop(lambda s: (self._alive(s) & (s.length - s.cached > 1)).any(), extend, s)
+            s = jax.lax.while_loop(lambda s: (self._alive(s) & (s.ended == 0)).any(), decode, s)
+            light = dataclasses.replace(s, cache=None)
+            light = jax.lax.cond(self._alive(s).any(), functools.partial(self._ask, rows), lambda s: s, light)
+            return dataclasses.replace(light, cache=s.cache)
 
-        s = jax.lax.while_loop(lambda s: (s.reason == 0).any(), body, slots)
+        s = jax.lax.while_loop(lambda s: self._alive(s).any(), body, slots)
         trajectories = Trajectories(
             tokens=s.tokens,
             role=s.role,
@@ -213,6 +212,10 @@ class Rollout:
             "forwarded_tokens": (prompt_count_Q - 1).sum() + s.useful.sum(),
         }
         return trajectories, counters
+
+    @staticmethod
+    def _alive(s: _Slots):
+        return s.reason == 0
 
     def _rows(self, x):
         return jax.lax.with_sharding_constraint(x, self.rules.batch)

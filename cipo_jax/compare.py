@@ -13,17 +13,17 @@ from rich.console import Console
 
 from cipo_jax import cli
 from cipo_jax.evaluation import compare_report
-from cipo_jax.evaluation.compare import Comparison, analyse, load_results, run_comparison
+from cipo_jax.evaluation.compare import ArmRunner, Comparison, analyse, load_results, run_comparison
 from cipo_jax.training.run_dir import open_run_dir
 
 MAY_CHANGE = ("Comparison.seeds", "Comparison.arms", "Comparison.stales", "Progress.*")
 
 
 def main(run_dir: Path) -> None:
-    comparison = Comparison()
+    comparison, runner = Comparison(), ArmRunner()
     with open_run_dir(run_dir, may_change=MAY_CHANGE) as opened:
         try:
-            run_comparison(opened.path, comparison)
+            run_comparison(opened.path, comparison, runner)
         finally:  # what is finished is reported, also after Ctrl-C
             results = load_results(opened.path, comparison)
             if results and opened.writes:

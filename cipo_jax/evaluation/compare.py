@@ -22,9 +22,7 @@ from cipo_jax.training.run_dir import write_atomic
 ARMS = ("outcome", "outcome_x2", "cipo", "ealr_shuffle", "random_span")
 DECLARATION = "declared.json"
 
-MakeWarmStart = Callable[[int, Path], None]  # (seed, directory): fills the directory; may continue an earlier attempt
-# (arm, seed, stale, warm start's directory) -> metrics after the last step by name (as `behaviour.summarise` has them);
-# "before" may hold the warm start's own metrics.
+MakeWarmStart = Callable[[int, Path], None]
 RunArm = Callable[[str, int, float, Path], Mapping[str, Any]]
 
 
@@ -70,11 +68,25 @@ class Comparison:
 
 
 @gin.configurable
+@dataclasses.dataclass(frozen=True)
+class ArmRunner:
+    """What trains, chosen in gin.
+
+    Attributes:
+      make_warm_start: called once a seed with the seed and a directory, which it fills. What it left there when it was
+        killed is left in place for it.
+      run_arm: called for every missing result with arm, seed, stale and the warm start's directory. It returns the
+        metrics after the last step by name, as `behaviour.summarise` has them; `before` may hold the warm start's.
+    """
+
+    make_warm_start: MakeWarmStart = gin.REQUIRED
+    run_arm: RunArm = gin.REQUIRED
+
+
 def run_comparison(
     directory: str | Path,
     comparison: Comparison,
-    make_warm_start: MakeWarmStart = gin.REQUIRED,
-    run_arm: RunArm = gin.REQUIRED,
+    runner: ArmRunner,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Runs every arm that has no result yet and returns `analyse` of all.
@@ -82,8 +94,7 @@ def run_comparison(
     Args:
       directory: holds `declared.json`, `warm_start/seed_<n>/` and `results/stale_<x>/seed_<n>/<arm>.json`.
       comparison: what to run.
-      make_warm_start: called once a seed. What it left when it was killed is left in place for it.
-      run_arm: called for every missing result, all in this process, so that compiled programs are reused.
+      runner: what trains. All of it runs in this process, so that compiled programs are reused.
       say: receives a line per finished arm.
 
     Raises:
@@ -97,8 +108,8 @@ def run_comparison(
     spent: list[float] = []
     for seed, stale, arm in missing:
         start = time.monotonic()
-        warm_start = _warm_start(directory, seed, make_warm_start)
-        result = finite(run_arm(arm, seed, stale, warm_start))
+        warm_start = _warm_start(directory, seed, runner.make_warm_start)
+        result = finite(runner.run_arm(arm, seed, stale, warm_start))
         for name in comparison.metrics:
             if not isinstance(result.get(name), (int, float)):
                 raise ValueError(f"arm {arm!r}, seed {seed}, stale {stale}: no value for {name!r} in {sorted(result)}")

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cipo_jax.evaluation.compare import Comparison
-from cipo_jax.evaluation.report import finite
+from cipo_jax.evaluation.report import finite, short
 from cipo_jax.evaluation.statistics import Estimate
 from cipo_jax.training.run_dir import write_atomic
 
@@ -66,14 +66,22 @@ def markdown(analysis: Mapping[str, Any], comparison: Comparison) -> str:
 
 
 def tables(analysis: Mapping[str, Any], comparison: Comparison) -> list[Table]:
-    """The same for a terminal of about 150 columns."""
+    """The same in 80 columns: two digits, and intervals for the endpoint alone."""
     out = []
     for stale in comparison.stales:
-        table = Table(title=f"stale {stale:g} ({_seeds(analysis, stale)} seeds)", box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, name in enumerate(headings(comparison)):
-            table.add_column(name, justify="right" if i else "left")
-        for row in table_rows(analysis, comparison, stale):
-            table.add_row(*map(Text, row), style="bold" if row[0] == comparison.reference else "")
+        part = analysis["stale"][f"{stale:g}"]
+        title = f"stale {stale:g} ({_seeds(analysis, stale)} seeds)"
+        table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        table.add_column("arm")
+        for name in (*comparison.metrics, f"{comparison.reference} - arm", "p\n(Holm)"):
+            table.add_column(name.replace("_", "_\n") if len(name) > 9 else name, justify="right")
+        arms = {"warm start": part["before"]} if part["before"] else {}
+        for arm, metrics in (arms | part["arms"]).items():
+            difference = part["differences"].get(arm, {}).get(comparison.endpoint)
+            cells = [arm, short(_estimate(metrics[comparison.endpoint]).text())]
+            cells += [short(f"{metrics[name]['mean']:.2f}") for name in comparison.secondary]
+            cells += [short(_estimate(difference).text()), _p(difference["p_holm"])] if difference else ["", ""]
+            table.add_row(*map(Text, cells), style="bold" if arm == comparison.reference else "")
         out.append(table)
     return out
 
@@ -138,8 +146,12 @@ def _draw(axis: Any, part: Mapping[str, Any], comparison: Comparison, name: str)
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def _estimate(summary: Mapping[str, Any]) -> Estimate:
+    return Estimate(summary["mean"], summary["low"], summary["high"], summary["n"])
+
+
 def _text(summary: Mapping[str, Any]) -> str:
-    return Estimate(summary["mean"], summary["low"], summary["high"], summary["n"]).text(3)
+    return _estimate(summary).text(3)
 
 
 def _p(value: float) -> str:

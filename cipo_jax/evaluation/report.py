@@ -114,7 +114,7 @@ def results_table(
     if closed_book:
         for agent, estimate in zip(("before", "after"), closed_book):
             label = f"no passages {estimate.n}" if agent == "before" else ""
-            table.add_row(label, agent, Text(_short(estimate.text())), *[""] * (len(_COLUMNS) - 1), style=_style(agent))
+            table.add_row(label, agent, Text(short(estimate.text())), *[""] * (len(_COLUMNS) - 1), style=_style(agent))
     table.caption = _caption(before, after, scripted=bool(oracle or memory), closed_book=bool(closed_book))
     return table
 
@@ -138,14 +138,12 @@ def _cells(metrics: Metrics) -> list[Text]:
         if name not in metrics:
             cells.append(Text("-"))
         else:
-            cells.append(
-                Text(_short(share_intervals(metrics)["em"].text() if name == "em" else f"{metrics[name]:.2f}"))
-            )
+            cells.append(Text(short(share_intervals(metrics)["em"].text() if name == "em" else f"{metrics[name]:.2f}")))
     return cells
 
 
-def _short(text: str) -> str:
-    """`.65 [.61 .69]` for `0.65 [0.61, 0.69]`."""
+def short(text: str) -> str:
+    """`.65 [.61 .69]` for `0.65 [0.61, 0.69]`, where columns are scarce."""
     return re.sub(r"(?<!\d)0\.", ".", text).replace(",", "")
 
 

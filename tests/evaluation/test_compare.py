@@ -4,14 +4,16 @@ import dataclasses
 import json
 import math
 
+import gin
 import matplotlib.image
 import numpy as np
 import pytest
 from rich.console import Console
 
+from cipo_jax import compare
 from cipo_jax.errors import UserError
 from cipo_jax.evaluation import compare_report
-from cipo_jax.evaluation.compare import Comparison, analyse, load_results, run_comparison
+from cipo_jax.evaluation.compare import ArmRunner, Comparison, analyse, load_results, run_comparison
 from cipo_jax.evaluation.statistics import holm
 
 SMALL = Comparison(arms=("outcome", "cipo"), stales=(0.1, 0.0), seeds=(0, 1, 2))
@@ -43,7 +45,7 @@ class Arms:
 
 
 def run(directory, arms, comparison=SMALL):
-    return run_comparison(directory, comparison, arms.warm_start, arms.run, say=lambda line: None)
+    return run_comparison(directory, comparison, ArmRunner(arms.warm_start, arms.run), say=lambda line: None)
 
 
 def test_whole_seeds_first_and_one_warm_start_a_seed(tmp_path):
@@ -78,7 +80,7 @@ def test_warm_start_cut_in_the_middle_is_called_again(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_comparison(tmp_path, SMALL, cut, arms.run)
+        run_comparison(tmp_path, SMALL, ArmRunner(cut, arms.run))
     run(tmp_path, arms)
     assert arms.warm_starts == [0, 1, 2]
 
@@ -128,7 +130,9 @@ def test_unfinished_study_pairs_only_what_both_arms_finished(tmp_path):
 def test_missing_metric_is_named_and_leaves_no_result(tmp_path):
     arms = Arms()
     with pytest.raises(ValueError, match=r"arm 'outcome', seed 0, stale 0\.1: no value for 'prior_driven'"):
-        run_comparison(tmp_path, SMALL, arms.warm_start, lambda *_: {"em": 0.5, "prior_driven": float("nan")})
+        run_comparison(
+            tmp_path, SMALL, ArmRunner(arms.warm_start, lambda *_: {"em": 0.5, "prior_driven": float("nan")})
+        )
     assert load_results(tmp_path, SMALL) == []
 
 
@@ -151,10 +155,10 @@ def test_report_holds_every_number(tmp_path):
     assert lines[6].startswith("| warm start | 0.600 [")
     saved = json.loads((tmp_path / "comparison.json").read_text())
     assert saved["stale"]["0"]["arms"]["cipo"]["prior_driven"]["values"]["2"] == pytest.approx(0.18)
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     for table in compare_report.tables(analysis, SMALL):
         console.print(table)
-    assert "-0.120 [-0.170, -0.070]" in console.export_text()
+    assert "-.12 [-.17 -.07]" in console.export_text()
 
 
 def test_picture_shows_every_seed(tmp_path):
@@ -175,3 +179,43 @@ def test_holm_by_hand():
     assert holm([0.01, 0.04, 0.03, math.nan])[:3] == pytest.approx([0.03, 0.06, 0.06])
     assert math.isnan(holm([0.01, math.nan])[1])
     assert holm([0.6, 0.9]) == [1.0, 1.0]
+
+
+def test_command_runs_reports_and_resumes(tmp_path, clean_gin, capsys):
+    """The program without its process: gin, run directory, study, report."""
+    calls = []
+
+    def fake_warm_start(seed, directory):
+        calls.append(("warm", seed))
+
+    def fake_arm(arm, seed, stale, directory, offset=0.0):
+        calls.append((arm, seed))
+        em = offset + seed / 10
+        return {"prior_driven": 1 - em, "em": em, "malformed": 0.0, "searches": 2.0}
+
+    for function in (fake_warm_start, fake_arm):
+        if f"compare_test.{function.__name__}" not in gin.config._REGISTRY:
+            gin.external_configurable(function, module="compare_test")
+    settings = (
+        "ArmRunner.make_warm_start = @fake_warm_start",
+        "ArmRunner.run_arm = @fake_arm",
+        "fake_arm.offset = 0.5",
+        "Comparison.arms = ('outcome', 'cipo')",
+        "Comparison.stales = (0.0,)",
+    )
+
+    def call(*more):
+        gin.clear_config()
+        gin.parse_config([*settings, *more])
+        calls.clear()
+        compare.main(tmp_path / "run")
+        return capsys.readouterr().out
+
+    call("Comparison.seeds = (0, 1)")
+    assert calls == [("warm", 0), ("outcome", 0), ("cipo", 0), ("warm", 1), ("outcome", 1), ("cipo", 1)]
+    assert {"table.md", "comparison.png", "comparison.json"} <= {p.name for p in (tmp_path / "run").iterdir()}
+    out = call("Comparison.seeds = (0, 1, 2)")
+    assert calls == [("warm", 2), ("outcome", 2), ("cipo", 2)]
+    assert "stale 0 (3 seeds)" in out and ".40 [.15 .65]" in out  # .5, .4, .3: .4 -+ 4.302653 * .1 / sqrt 3
+    with pytest.raises(UserError, match="another experiment"):
+        call("Comparison.seeds = (0, 1, 2)", "fake_arm.offset = 0.4")

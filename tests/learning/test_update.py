@@ -1,5 +1,6 @@
 """The update on a toy language model: gradients against a plain loop, exact accumulation, exact skipping."""
 
+import functools
 import math
 
 import jax
@@ -57,14 +58,19 @@ def toy_batch(seed=0, rows=ROWS):
     )
 
 
-def gradient_descent():
-    """Parameters move by exactly minus the gradient."""
-    return Optimizer(optax.identity(), learning_rate=1.0, max_grad_norm=None)
+# Parameters move by exactly minus the gradient.
+GRADIENT_DESCENT = Optimizer(optax.identity(), learning_rate=1.0, max_grad_norm=None)
+ADAMW = adamw(learning_rate=0.1, weight_decay=0.5)
 
 
-def run(objective, batch, microbatches, optimizer=None, rate=1.0, **options):
-    optimizer = optimizer or gradient_descent()
-    update = make_update(toy_logprob, objective, optimizer, **options)
+@functools.cache
+def compiled(objective, optimizer):
+    """One program for all tests that ask for the same."""
+    return make_update(toy_logprob, objective, optimizer)
+
+
+def run(objective, batch, microbatches, optimizer=GRADIENT_DESCENT, rate=1.0):
+    update = compiled(objective, optimizer)
     return update(optimizer.init(toy_params()), split_microbatches(batch, microbatches), np.float32(rate))
 
 
@@ -126,9 +132,8 @@ def spoil(field, value=np.nan):
 
 @pytest.mark.parametrize("field", ["old_logprob", "advantage", "ref_logprob"])
 def test_one_nan_skips_the_update_exactly(field):
-    optimizer = adamw(learning_rate=0.1)
-    update = make_update(toy_logprob, ClippedObjective(kl_weight=0.1), optimizer)
-    state, _ = update(optimizer.init(toy_params()), split_microbatches(toy_batch(), 2), np.float32(0.1))
+    update = compiled(ClippedObjective(kl_weight=0.1), ADAMW)
+    state, _ = update(ADAMW.init(toy_params()), split_microbatches(toy_batch(), 2), np.float32(0.1))
     before = jax.tree.map(np.array, state)
     state, metrics = update(state, split_microbatches(spoil(field), 2), np.float32(0.1))
     assert metrics["skipped"] == 1.0 and metrics["update_norm"] == 0.0 and np.isnan(metrics["loss"])
@@ -156,8 +161,7 @@ def test_a_nan_off_action_tokens_changes_nothing():
 def test_nothing_in_the_loss_leaves_the_state():
     batch = toy_batch()
     batch.action_mask[:] = False
-    optimizer = adamw(learning_rate=0.1, weight_decay=0.5)
-    state, metrics = run(ClippedObjective(), batch, 2, optimizer)
+    state, metrics = run(ClippedObjective(kl_weight=0.1), batch, 2, ADAMW)
     assert (metrics["empty"], metrics["skipped"], metrics["loss"], metrics["loss_count"]) == (1.0, 0.0, 0.0, 0.0)
     jax.tree.map(np.testing.assert_array_equal, state.params, toy_params())
 
@@ -170,8 +174,7 @@ def test_padding_rows_and_columns_change_nothing():
 
 
 def test_gradient_clip_and_update_norm():
-    free = Optimizer(optax.identity(), 1.0, max_grad_norm=None)
-    tight = Optimizer(optax.identity(), 1.0, max_grad_norm=1e-3)
+    free, tight = GRADIENT_DESCENT, Optimizer(optax.identity(), 1.0, max_grad_norm=1e-3)
     (_, metrics), (_, clipped) = (run(ClippedObjective(), toy_batch(), 2, o, rate=0.5) for o in (free, tight))
     assert float(metrics["update_norm"]) == pytest.approx(0.5 * float(metrics["grad_norm"]), rel=1e-5)
     assert float(clipped["update_norm"]) == pytest.approx(0.5e-3, rel=1e-5)
@@ -190,9 +193,8 @@ def test_a_new_rate_or_temperature_compiles_nothing():
 
 
 def test_the_state_is_donated_and_the_batch_is_not():
-    optimizer = adamw()
-    update = make_update(toy_logprob, ClippedObjective(), optimizer)
-    state, batch = optimizer.init(toy_params()), jax.device_put(split_microbatches(toy_batch(), 2))
+    update = compiled(ClippedObjective(kl_weight=0.1), ADAMW)
+    state, batch = ADAMW.init(toy_params()), jax.device_put(split_microbatches(toy_batch(), 2))
     update(state, batch, np.float32(1e-6))
     assert state.params["head"].is_deleted()
     assert not any(x.is_deleted() for x in jax.tree.leaves(batch))

@@ -113,7 +113,8 @@ def _guarded(main: Callable[..., int | None], needs_run_dir: bool) -> int:
     except KeyboardInterrupt:
         _say("Interrupted.")
         return INTERRUPTED
-    except OSError as error:
+    except OSError as outer:
+        error = config.original(outer)
         if not _is_about(where, error):
             raise
         _tell(UserError(f"Cannot write {error.filename or where}: {error.strerror}; choose another --run_dir."))

@@ -95,6 +95,14 @@ def operative_config() -> str:
     return gin.operative_config_str(max_line_length=120)
 
 
+def original(error: BaseException) -> BaseException:
+    """The exception itself where gin replaced it by a copy with a longer message and without its attributes."""
+    inner = error.__context__
+    while inner is not None and issubclass(type(error), type(inner)) and "In call to configurable" in str(error):
+        error, inner = inner, inner.__context__
+    return error
+
+
 def as_user_error(error: BaseException) -> UserError | None:
     """The user's error behind an exception that came through gin, or None when it is the program's own."""
     text = str(error)
@@ -188,8 +196,9 @@ class _Check:
             self.file(file, "--gin_file")
         for binding in bindings:
             self.statements(io.StringIO(binding), lambda _, text=binding: f"--gin_binding '{text}'", from_flag=True)
-        self.unused_macros()
-        self.unset_and_unknown_macros()
+        self.unknown_macros()
+        self.unused_macros()  # before the next: the misspelt name may be the one that should have set it
+        self.unset()
 
     def file(self, name: str, where: str) -> None:
         candidates = [Path(name)] if Path(name).is_absolute() else [Path(prefix) / name for prefix in self.search]
@@ -292,22 +301,28 @@ class _Check:
         hint = _suggestion(name, names) or (f"; it has {_listing(names)}." if names else "; it has none.")
         raise UserError(f"{where}: {shown} has no parameter {name!r}{hint}")
 
-    def unset_and_unknown_macros(self) -> None:
-        named = [(name, bound) for name, bound in self.macros.items()]
-        named += [
+    def named(self) -> list[tuple[str, _Bound]]:
+        """Everything that is bound, with the name a person writes."""
+        parameters = [
             (f"{scope}/{_short(selector)}.{parameter}" if scope else f"{_short(selector)}.{parameter}", bound)
             for (scope, selector, parameter), bound in self.bound.items()
         ]
-        for name, bound in named:
+        return [*self.macros.items(), *parameters]
+
+    def unknown_macros(self) -> None:
+        for name, bound in self.named():
+            for kind, macro in bound.references:
+                if kind == "macro" and macro not in self.macros and not _is_constant(macro):
+                    hint = _suggestion(macro, self.macros) or f"; add `{macro} = ...` to your gin file."
+                    raise UserError(f"{bound.where}: {name} uses %{macro}, which nothing defines{hint}")
+
+    def unset(self) -> None:
+        for name, bound in self.named():
             if bound.value == ("macro", "gin.REQUIRED"):
                 raise UserError(
                     f"{bound.where}: {name} must be set (it is %gin.REQUIRED); add `{name} = ...` to your gin file or "
                     f"pass --gin_binding='{name} = ...'."
                 )
-            for kind, macro in bound.references:
-                if kind == "macro" and macro not in self.macros and not _is_constant(macro):
-                    hint = _suggestion(macro, self.macros) or f"; add `{macro} = ...` to your gin file."
-                    raise UserError(f"{bound.where}: {name} uses %{macro}, which nothing defines{hint}")
 
     def unused_macros(self) -> None:
         # A part may define a name that this experiment does not use, so a file's macro is only taken for a misspelling

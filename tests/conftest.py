@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jax
-import pytest
+import jax  # noqa: E402 (after the settings it reads)
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -23,6 +23,11 @@ from cipo_jax import compat
 from cipo_jax.errors import UserError
 
 _TRASH = "removed"  # Orbax renames an old step into it, which is atomic; its content is deleted afterwards
+# By default Orbax lets replicas share the writing of a replicated array, and compiles programs that slice it.
+_ARRAYS = ocp.type_handlers.create_type_handler_registry(
+    (np.ndarray, ocp.type_handlers.NumpyHandler()),
+    (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False)),
+)
 _BARRIER_MS = 3_600_000  # a host may be busy for long (compiling, evaluating); a dead one is noticed by its heartbeat
 
 
@@ -50,10 +55,12 @@ class Checkpoints:
         self._scores: dict[int, float] = {}
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_handlers={"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()},
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=_ARRAYS),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 create=not read_only,
-                read_only=read_only,
                 enable_async_checkpointing=background,
                 cleanup_tmp_directories=not read_only,
                 preservation_policy=_LatestAndBest(keep, self._scores),
@@ -93,6 +100,8 @@ class Checkpoints:
           meta: JSON values.
           score: Validation score, higher is better; None or a value that is not finite when there is none.
         """
+        if self._read_only:
+            raise ValueError(f"{self.directory} was opened to read only.")
         self.wait()
         if step in self._manager.all_steps():
             return

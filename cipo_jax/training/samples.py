@@ -49,6 +49,11 @@ LEGEND = (
 )
 
 
+def samples_path(run_dir: str | Path, step: int) -> Path:
+    """Where a run keeps the samples of the evaluation after `step` updates; names sort by step."""
+    return Path(run_dir) / "samples" / f"step_{step:06d}.html"
+
+
 def write_samples(
     path: str | Path,
     title: str,

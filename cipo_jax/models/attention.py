@@ -16,6 +16,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from cipo_jax.models.packed_delta import packed_delta
+
 NEGATIVE = -1e30
 
 
@@ -189,9 +191,7 @@ def _attend_backward(block, residuals, d_out):
         return carry, d_q
 
     start = (jnp.zeros(k_tiles.shape, jnp.float32), jnp.zeros(v_tiles.shape, jnp.float32))
-    (d_k, d_v), d_q = jax.lax.scan(
-        query_step, start, (q_tiles, query_tiles, possible, lse_tiles, d_tiles, delta_tiles)
-    )
+    (d_k, d_v), d_q = jax.lax.scan(query_step, start, (q_tiles, query_tiles, possible, lse_tiles, d_tiles, delta_tiles))
     return (
         _untile(d_q, 3).astype(q.dtype),
         _untile(d_k, 2).astype(k.dtype),
@@ -206,11 +206,19 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 class PackedContext:
-    """Attention of whole rows onto themselves under a `Visibility`; no cache."""
+    """Mixing of whole rows with themselves under a `Visibility`; no cache."""
 
-    def __init__(self, visibility: Visibility, block: int = 256):
-        """`block` is the side of a tile; rows are padded to a multiple of it."""
+    def __init__(self, visibility: Visibility, block: int = 256, trajectory: int | None = None):
+        """Mixes rows of `L` tokens.
+
+        Args:
+          visibility: what each token sees, `[B, L]`.
+          block: the side of an attention tile; rows are padded to a multiple of it.
+          trajectory: how many of a row's places, from its start, hold the trajectory; copies follow. All of them if None.
+            Only delta layers need to know (see `packed_delta`).
+        """
         length = visibility.index.shape[1]
+        self.rows, self.trajectory = visibility, length if trajectory is None else trajectory
         self.block = min(block, length)
         self.padding = -length % self.block
         pad = {"segment": -1}
@@ -237,3 +245,8 @@ class PackedContext:
         k, v = rows(k_BLKE).transpose(0, 2, 1, 3), rows(v_BLKE).transpose(0, 2, 1, 3)
         out = _attend(q, k, v, self.visibility, self.visibility, self.possible, self.block)
         return out.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, E)[:, :L], cache
+
+    def delta(self, inputs, cache, layer):
+        """See `models.decoder.Context`."""
+        del layer
+        return packed_delta(inputs, self.rows, self.trajectory), cache

@@ -1,9 +1,10 @@
 """The decoder: embedding, scanned layers, final norm. It turns tokens into hidden states, never into `[B, L, V]` logits.
 
-How tokens see each other is not the model's business: a *context* object answers each layer's attention.
-`models/attention.py` has the one for whole sequences, `rollout/cache.py` the one for cached decoding.
+How tokens see each other is not the model's business: a *context* object answers each layer's mixer.
+`models/attention.py` has the one for whole sequences, `models/cache.py` the one for cached decoding.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,29 +12,41 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cipo_jax.distributed.sharding import ShardingRules
-from cipo_jax.models.config import DecoderConfig
-from cipo_jax.models.layers import Layer, RMSNorm, parameter, rope_tables
+from cipo_jax.models.config import ATTENTION, DecoderConfig
+from cipo_jax.models.delta_layer import DeltaInputs, GatedDelta
+from cipo_jax.models.layers import Attention, Layer, RMSNorm, parameter, rope_tables
+
+_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 class Context(Protocol):
     """What a token sees."""
 
     def attention(self, q_BLHE, k_BLKE, v_BLKE, cache: Any, layer) -> tuple[jax.Array, Any]:
-        """The attention output `[B, L, H, E]` of layer number `layer`, and the updated cache (None if there is none)."""
+        """The attention output `[B, L, H, E]` of attention layer number `layer`, and the updated cache (None if none)."""
+
+    def delta(self, inputs: DeltaInputs, cache: Any, layer) -> tuple[jax.Array, Any]:
+        """The delta rule's output `[B, L, H, V]` of delta layer number `layer`, and the updated cache."""
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer with its layers stacked along a leading axis."""
+    """A decoder-only transformer. The layers of one period are separate; each is stacked over the periods."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         c = self.config = config
         self.embedding = parameter(rngs, (c.vocab_size, c.width), ("vocab", "embed"), c, c.width**-0.5)
-        self.layers = nnx.vmap(lambda key: Layer(c, nnx.Rngs(params=key)))(jax.random.split(rngs.params(), c.depth))
+
+        def stack(kind: str) -> Layer:
+            mixer = Attention if kind == ATTENTION else GatedDelta
+            keys = jax.random.split(rngs.params(), c.periods)
+            return nnx.vmap(lambda key: Layer(c, nnx.Rngs(params=key), mixer))(keys)
+
+        self.layers = nnx.List([stack(kind) for kind in c.period])
         self.norm = RMSNorm(c.width, c, rngs)
         if not c.tied:
             self.head = parameter(rngs, (c.vocab_size, c.width), ("vocab", "embed"), c, c.width**-0.5)
 
-    def __call__(self, tokens_BL, positions_BL, context: Context, cache=None, unroll: bool = False):
+    def __call__(self, tokens_BL, positions_BL, context: Context, cache=None, unroll: bool | Sequence = False):
         """Hidden states `[B, L, D]` after the final norm, in the compute dtype, and the updated cache.
 
         Args:
@@ -41,28 +54,45 @@ class Decoder(nnx.Module):
           positions_BL: int32 rotary positions.
           context: decides what each token sees.
           cache: a pytree the context reads and writes; carried through the layers.
-          unroll: a Python loop over layers instead of a scan (faster decoding on CPU, longer compilation).
+          unroll: a Python loop over layers instead of a scan (faster decoding on CPU, longer compilation). Pass the result
+            of `unstacked`, taken outside of a loop over steps, to spare slicing the weights in every step.
         """
         c = self.config
         x = self.embedding[...][tokens_BL].astype(c.compute_dtype)
-        tables = rope_tables(positions_BL, c.head_dim, c.rope_theta)
-        graph, stacked = nnx.split(self.layers)
+        tables = rope_tables(positions_BL, c)
+        split = [nnx.split(layer) for layer in self.layers]
+        # Attention and delta layers count apart: each kind has its own stack in the cache.
+        ordinal = [c.period[:slot].count(kind) for slot, kind in enumerate(c.period)]
+        each = [c.period.count(kind) for kind in c.period]
+
+        def apply(slot, weights, carry, number):
+            x, cache = carry
+            return nnx.merge(split[slot][0], weights)(x, tables, context, cache, number)
 
         def body(carry, xs):
-            weights, layer = xs
-            x, cache = carry
-            return nnx.merge(graph, weights)(x, tables, context, cache, layer), None
+            weights, period = xs
+            for slot in range(len(c.period)):
+                layer = lambda w, carry, number, slot=slot: apply(slot, w, carry, number)  # noqa: E731
+                if c.remat_policy != "none" and not unroll:
+                    layer = jax.checkpoint(layer, prevent_cse=False, policy=_POLICIES[c.remat_policy])
+                carry = layer(weights[slot], carry, period * each[slot] + ordinal[slot])
+            return carry, None
 
+        carry = (x, cache)
         if unroll:
-            carry = (x, cache)
-            for layer in range(c.depth):
-                carry, _ = body(carry, (jax.tree.map(lambda w: w[layer], stacked), layer))  # noqa: B023
+            periods = self.unstacked() if unroll is True else unroll
+            for period, weights in enumerate(periods):
+                carry, _ = body(carry, (weights, period))
         else:
-            if c.remat:
-                body = jax.checkpoint(body, prevent_cse=False)
-            carry, _ = jax.lax.scan(body, (x, cache), (stacked, jnp.arange(c.depth)))
+            stacked = [state for _, state in split]
+            carry, _ = jax.lax.scan(body, carry, (stacked, jnp.arange(c.periods)))
         x, cache = carry
         return self.norm(x), cache
+
+    def unstacked(self) -> list:
+        """The layers' weights as one pytree per period, for `unroll`."""
+        states = [nnx.split(layer)[1] for layer in self.layers]
+        return [jax.tree.map(lambda w, p=period: w[p], states) for period in range(self.config.periods)]
 
     @property
     def unembedding(self) -> jax.Array:
@@ -101,6 +131,16 @@ def init_decoder(config: DecoderConfig, seed: int, rules: ShardingRules) -> tupl
     shardings = parameter_shardings(shapes, rules)
     init = jax.jit(lambda: nnx.split(Decoder(config, nnx.Rngs(seed)))[1], out_shardings=shardings)
     return graph, init()
+
+
+def cast(params: nnx.State, dtype) -> nnx.State:
+    """`params` in `dtype`, but for those that must stay float32 (the delta rule's decay and output norm)."""
+
+    def one(variable):
+        value = variable.get_value()
+        return variable if variable.get_metadata().get("fixed_dtype") else variable.replace(value.astype(dtype))
+
+    return nnx.from_flat_state([(path, one(v)) for path, v in nnx.to_flat_state(params)])
 
 
 def parameter_count(params) -> int:

@@ -82,7 +82,7 @@ trap 'forward INT' INT
 worst=0
 running=$count
 stopped=0 # 1: asked to end after a failure, 2: killed
-failed_at=0
+failed_at= # seconds since the start; empty: no failure
 codes=()
 while ((running > 0)); do
   for ((i = 0; i < count; i++)); do
@@ -93,15 +93,18 @@ while ((running > 0)); do
     running=$((running - 1))
     # What a process made of our own signal says nothing about the run.
     if ((stopped == 0 && codes[i] > worst)); then worst=${codes[i]}; fi
-    if ((codes[i] != 0 && failed_at == 0)); then failed_at=$SECONDS; fi
+    if [[ ${codes[i]} != 0 && -z $failed_at ]]; then failed_at=$SECONDS; fi
   done
-  if ((running > 0 && failed_at > 0 && stopped == 0 && SECONDS - failed_at >= ${GRACE_S:-20})); then
-    echo "A process failed with code $worst; stopping the other $running." >&2
-    stopped=1
-    forward TERM
-  elif ((running > 0 && stopped == 1 && SECONDS - failed_at >= ${GRACE_S:-20} + 10)); then
-    stopped=2
-    forward KILL
+  if [[ $running -gt 0 && -n $failed_at ]]; then
+    grace=$((SECONDS - failed_at - ${GRACE_S:-20}))
+    if ((stopped == 0 && grace >= 0)); then
+      echo "A process failed with code $worst; stopping the other $running." >&2
+      stopped=1
+      forward TERM
+    elif ((stopped == 1 && grace >= 10)); then
+      stopped=2
+      forward KILL
+    fi
   fi
   ((running > 0)) && sleep 0.2
 done

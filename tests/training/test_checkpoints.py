@@ -191,7 +191,7 @@ def test_sigkill_at_any_instant_leaves_a_complete_checkpoint(tmp_path):
             time.sleep(0.03 * attempt)  # any instant
         else:
             while not list((tmp_path / "checkpoints").glob("*tmp*")):  # the middle of a write
-                pass
+                assert process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
         torn += bool(list((tmp_path / "checkpoints").glob("*tmp*")))

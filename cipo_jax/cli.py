@@ -9,6 +9,7 @@ An entry point is thin:
 """
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ from absl import app, flags, logging
 from cipo_jax import config
 from cipo_jax.distributed import start
 from cipo_jax.errors import UserError
+
+# Set before transformers is first imported: it would announce that it found no torch, which is not needed.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 FLAGS = flags.FLAGS
 USER_ERROR = 2  # exit code

@@ -8,6 +8,7 @@ An entry point is thin:
         cli.run(main, run_dir=True)
 """
 
+import contextlib
 import errno
 import os
 import sys
@@ -105,7 +106,8 @@ def _guarded(main: Callable[..., int | None], needs_run_dir: bool) -> int:
     try:
         if FLAGS.gin_names is not None:
             config.import_configurables()
-            print(config.describe(FLAGS.gin_names))
+            with contextlib.suppress(BrokenPipeError):  # `| head`
+                print(config.describe(FLAGS.gin_names), flush=True)
             return 0
         if needs_run_dir:
             if not FLAGS.run_dir:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ class Mirror(Protocol):
     def close(self) -> None: ...
 
 
+@gin.configurable(allowlist=["mirrors"])
 class MetricsWriter:
     """Appends records to a JSON-lines file whose length is known, so that a resumed run can cut it back.
 
@@ -33,15 +34,18 @@ class MetricsWriter:
     Args:
       path: The file; created when absent.
       position: Bytes to keep of an existing file (what `position` was at the checkpoint). None keeps all whole lines.
-      mirrors: Further receivers of every record.
+      mirrors: Makers of further receivers of every record, each called with the directory of `path`; in gin
+        `MetricsWriter.mirrors = [@TensorBoardMirror]`.
 
     Raises:
       UserError: The file is shorter than `position`.
     """
 
-    def __init__(self, path: str | os.PathLike, *, position: int | None = None, mirrors: Sequence[Mirror] = ()):
+    def __init__(
+        self, path: str | os.PathLike, *, position: int | None = None, mirrors: Sequence[Callable[[Path], Mirror]] = ()
+    ):
         self.path = Path(path)
-        self._mirrors = list(mirrors)
+        self._mirrors: list[Mirror] = []
         self._stream = None
         self.position = position or 0
         if jax.process_index() != 0:
@@ -55,6 +59,7 @@ class MetricsWriter:
         self._stream = open(self.path, "ab")  # noqa: SIM115 (lives as long as the writer)
         self._stream.truncate(keep)
         self.position = keep
+        self._mirrors = [make(self.path.parent) for make in mirrors]
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Writes one line and flushes it.
@@ -116,21 +121,22 @@ class TensorBoardMirror:
     """Shows numbers in TensorBoard. Needs `pip install 'cipo_jax[tensorboard]'`.
 
     Args:
-      directory: Where event files go.
+      run_dir: The run's directory.
+      directory: Where event files go; `tensorboard` in the run's directory when None.
     """
 
-    def __init__(self, directory: str = gin.REQUIRED):
+    def __init__(self, run_dir: Path, directory: str | None = None):
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise UserError(
                 "TensorBoardMirror needs tensorboardX; pip install 'cipo_jax[tensorboard]' or drop the mirror."
             ) from error
-        self._writer = SummaryWriter(directory)
+        self._writer = SummaryWriter(directory or str(Path(run_dir) / "tensorboard"))
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) and not isinstance(value, bool):
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -142,16 +148,17 @@ class WandbMirror:
     """Shows records in Weights & Biases. Needs `pip install 'cipo_jax[wandb]'` and a login.
 
     Args:
+      run_dir: The run's directory; its name is the run's name unless `name` is given.
       project: Project to log to.
-      name: Name of the run; chosen by the service when None.
+      name: Name of the run.
     """
 
-    def __init__(self, project: str = "cipo_jax", name: str | None = None):
+    def __init__(self, run_dir: Path, project: str = "cipo_jax", name: str | None = None):
         try:
             import wandb
         except ImportError as error:
             raise UserError("WandbMirror needs wandb; pip install 'cipo_jax[wandb]' or drop the mirror.") from error
-        self._run = wandb.init(project=project, name=name)
+        self._run = wandb.init(project=project, name=name or Path(run_dir).name, dir=str(run_dir))
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         self._run.log(dict(record), step=step)

@@ -1,6 +1,8 @@
 """The metrics file survives kills and odd numbers; the compile counter counts what it should."""
 
 import json
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -106,16 +108,38 @@ class Remembering:
 
 def test_mirrors_see_plain_values_and_are_closed(tmp_path):
     mirror = Remembering()
-    with MetricsWriter(tmp_path / "m.jsonl", mirrors=[mirror]) as writer:
+    asked = []
+    with MetricsWriter(tmp_path / "m.jsonl", mirrors=[lambda run_dir: asked.append(run_dir) or mirror]) as writer:
         writer.write(1, {"loss": jnp.float32(2)})
-    assert mirror.seen == [(1, {"loss": 2.0})] and mirror.closed
+    assert asked == [tmp_path] and mirror.seen == [(1, {"loss": 2.0})] and mirror.closed
+
+
+def test_tensorboard_gets_numbers_only(tmp_path, monkeypatch):
+    class SummaryWriter:  # the interface of the optional package that the mirror uses
+        def __init__(self, directory):
+            self.directory, self.scalars, self.closed = directory, [], False
+            made.append(self)
+
+        def add_scalar(self, name, value, step):
+            self.scalars.append((name, value, step))
+
+        def close(self):
+            self.closed = True
+
+    made = []
+    module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    with MetricsWriter(tmp_path / "m.jsonl", mirrors=[TensorBoardMirror]) as writer:
+        writer.write(4, {"loss": 2.0, "phase": "rl", "gap": float("nan"), "skipped": True})
+    assert made[0].directory == str(tmp_path / "tensorboard") and made[0].closed
+    assert made[0].scalars == [("loss", 2.0, 4)]
 
 
 @pytest.mark.parametrize(("mirror", "module"), [(TensorBoardMirror, "tensorboardX"), (WandbMirror, "wandb")])
 def test_an_absent_optional_package_is_told_with_its_extra(mirror, module, monkeypatch, tmp_path):
-    monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"{module}; pip install 'cipo_jax\["):
-        mirror(str(tmp_path))
+        mirror(tmp_path)
 
 
 def test_compilations_are_counted_once_per_program_and_shape():

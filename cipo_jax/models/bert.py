@@ -149,11 +149,11 @@ def load_bert(folder: str | Path, config: BertConfig) -> Params:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Normalises the last axis in float32."""
+    """Normalises the last axis of `[B, L, H]` in float32; `scale` and `bias` are `[H]`."""
     y = x.astype(jnp.float32)
     centred = y - y.mean(-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + eps)
-    return (y * scale + bias).astype(x.dtype)
+    return (y * scale[None, None] + bias[None, None]).astype(x.dtype)
 
 
 def bert_hidden(params: Params, config: BertConfig, ids_BL: jax.Array, mask_BL: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def bert_hidden(params: Params, config: BertConfig, ids_BL: jax.Array, mask_BL: 
     bias_B11K = jnp.where(mask_BL, 0.0, jnp.finfo(jnp.float32).min)[:, None, None, :]
 
     def linear(x, layer, name):
-        return jnp.matmul(x, layer[f"{name}_weight"], precision=precision) + layer[f"{name}_bias"]
+        return jnp.matmul(x, layer[f"{name}_weight"], precision=precision) + layer[f"{name}_bias"][None, None]
 
     def block(x_BLH, layer):
         qkv = linear(x_BLH, layer, "qkv").reshape(batch, length, 3, heads, head_dim)
@@ -193,7 +193,7 @@ def bert_hidden(params: Params, config: BertConfig, ids_BL: jax.Array, mask_BL: 
             x_BLH + linear(up, layer, "down"), layer["ffn_norm_weight"], layer["ffn_norm_bias"], eps
         ), None
 
-    x = params["word"][ids_BL] + params["position"][:length]
+    x = jnp.asarray(params["word"])[ids_BL] + params["position"][None, :length]
     x = layer_norm(x, params["norm_scale"], params["norm_bias"], eps)
     return jax.lax.scan(block, x, params["layers"])[0]
 

@@ -94,13 +94,12 @@ class ListCorpus:
 class FileCorpus:
     """A JSON-lines corpus read by row through a memory map; only the offset table (8 bytes a row) is in memory.
 
-    Every line is checked once, when the offset table is made; the table is kept in a file and made anew when the
-    corpus file's size or time stamp changes. Blank lines are skipped and have no row.
+    Every line is checked when the offset table is made. A table kept in a file is made anew when the corpus file's size
+    or time stamp changes. Blank lines are skipped and have no row.
 
     Args:
       path: plain JSON lines; `unpack` in `corpus_formats.py` turns other formats into this one.
-      cache_dir: where the offset table is kept; default beside the corpus. When that is not writable the table lives
-        in memory and is made at every start.
+      cache_dir: where the offset table is kept; None makes it at every start and writes nothing.
 
     Raises `UserError` with file and line for a line that is not a passage, and for an id that occurs twice.
     """
@@ -109,7 +108,7 @@ class FileCorpus:
         self.path = Path(path)
         if not self.path.is_file():
             raise UserError(f"corpus {str(self.path)!r} is not a file; give a JSON-lines file of passages")
-        self._offsets = _load_or_make_offsets(self.path, Path(cache_dir) if cache_dir else self.path.parent)
+        self._offsets = _load_or_make_offsets(self.path, Path(cache_dir)) if cache_dir else scan_offsets(self.path)
         with open(self.path, "rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.path.stat().st_size else b""
 

@@ -21,7 +21,7 @@ def open_corpus(path: str = gin.REQUIRED, cache_dir: str | None = None) -> FileC
 
     Args:
       path: the corpus.
-      cache_dir: for the unpacked copy and the offset table; default beside the corpus.
+      cache_dir: for the unpacked copy (default: beside the corpus) and the offset table (default: not kept).
     """
     source = Path(path)
     if not source.is_file():

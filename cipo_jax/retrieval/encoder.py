@@ -162,7 +162,7 @@ def _collect(out: np.ndarray, members: list[int], vectors: jax.Array) -> None:
 
 
 def _encode(params, ids_BL, lengths_B, *, config: bert.BertConfig, spec: EncoderSpec) -> jax.Array:
-    mask_BL = jnp.arange(ids_BL.shape[1]) < lengths_B[:, None]
+    mask_BL = jnp.arange(ids_BL.shape[1])[None] < lengths_B[:, None]
     hidden = bert.bert_hidden(params, config, ids_BL, mask_BL)
     return bert.pool(hidden, mask_BL, spec.pooling, spec.normalise)
 

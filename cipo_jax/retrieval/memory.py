@@ -1,7 +1,6 @@
 """How much memory an index takes, and whether the machine has it: told before anything is allocated."""
 
 import dataclasses
-import re
 from pathlib import Path
 
 import faiss
@@ -9,7 +8,6 @@ import faiss
 from cipo_jax.errors import UserError
 
 GIB = 2**30
-_HNSW = re.compile(r"HNSW(\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +41,26 @@ def index_memory(factory: str, rows: int, dim: int, train_rows: int = 0) -> Inde
     Code sizes come from FAISS itself; an HNSW node has 2M links on level 0 and M on each of the further levels, which
     1/M of the nodes below reach. `UserError` when FAISS does not know the factory string.
     """
-    index = make_index(factory, dim)
-    inner = faiss.downcast_index(index)
-    while isinstance(inner, (faiss.IndexPreTransform, faiss.IndexRefine)):
-        inner = faiss.downcast_index(inner.index if isinstance(inner, faiss.IndexPreTransform) else inner.base_index)
-    links = 0
-    if isinstance(inner, faiss.IndexHNSW):
-        m = int((_HNSW.search(factory) or [0, 32])[1] or 32)
-        # faiss.HNSW: int32 links, plus an int32 level and a 64-bit offset per node.
-        links = int(rows * (4 * (2 * m + m / max(m - 1, 1)) + 12))
-    is_ivf = isinstance(inner, faiss.IndexIVF)
-    code = index.sa_code_size() if not is_ivf else inner.code_size
-    centroids = inner.nlist * dim * 4 if is_ivf else 0
-    return IndexMemory(rows * (code + 8 * is_ivf), links, centroids, 4 * dim * min(train_rows, rows))
+    index = make_index(factory, dim)  # kept: FAISS's downcasts and parts do not own what they refer to
+    code, links, centroids = _parts(index, dim)
+    return IndexMemory(rows * code, int(rows * links), centroids, 4 * dim * min(train_rows, rows))
+
+
+def _parts(index: faiss.Index, dim: int) -> tuple[int, float, int]:
+    """Bytes per stored vector, bytes of graph links per vector, bytes of centroids."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        return _parts(index.index, dim)
+    if isinstance(index, faiss.IndexRefine):
+        code, links, centroids = _parts(index.base_index, dim)
+        return code + _parts(index.refine_index, dim)[0], links, centroids
+    if isinstance(index, faiss.IndexIVF):
+        return index.code_size + 8, 0, index.nlist * dim * 4
+    if isinstance(index, faiss.IndexHNSW):
+        m = index.hnsw.nb_neighbors(1)
+        # int32 links, plus an int32 level and a 64-bit offset per node.
+        return _parts(index.storage, dim)[0], 4 * (2 * m + m / max(m - 1, 1)) + 12, 0
+    return index.sa_code_size(), 0, 0
 
 
 def make_index(factory: str, dim: int) -> faiss.Index:

@@ -211,7 +211,7 @@ def states_at(scan: DeltaScan, place_BR) -> jax.Array:
 
     Zeros for the first token of a document.
     """
-    N, B, K, c, E = scan.key.shape
+    _, B, K, c, E = scan.key.shape
     G, V = scan.write.shape[3], scan.write.shape[5]
     number, offset, row = place_BR // c, place_BR % c, jnp.arange(B)[:, None]
 

@@ -1,6 +1,8 @@
 """Runs the retrieval service until SIGTERM or Ctrl-C."""
 
+import signal
 import socket
+import threading
 
 import gin
 
@@ -46,6 +48,9 @@ def serve_index(
         timeout_keep_alive=30,
         lifespan="on",
     )
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises the signal again once it has stopped; without a handler that would end the process with -15.
+        signal.signal(signal.SIGTERM, lambda *_: None)
     shown = f"[{host}]" if ":" in host else host
     print(
         f"serving {rows if rows is not None else 'a'} passages on http://{shown}:{listener.getsockname()[1]}",

@@ -32,8 +32,9 @@ def make_update(
     the device.
 
     Args:
-      logprob_fn: `(params, tokens [b, L] i32, length [b] i32, *logprob_args) -> (logprob [b, L] f32, entropy [b, L] f32
-        or None)`. The log-prob of token `j` is read at row `j - 1`; position 0 gets 0.
+      logprob_fn: `(params, tokens [b, L] i32, length [b] i32, active [b, L] bool, *logprob_args) -> (logprob [b, L] f32,
+        entropy [b, L] f32 or None)`. The log-prob of token `j` is read at row `j - 1`; position 0 and tokens that are not
+        active may hold anything.
       objective: see `objective.py`.
       optimizer: see `state.py`.
       state_sharding: a `TrainState` of shardings; the new state and the summed gradients (as the parameters) get them.
@@ -54,7 +55,7 @@ def make_update(
 
     def update(state: TrainState, batch: UpdateBatch, learning_rate: Array, *logprob_args):
         def loss_fn(params, micro):
-            logprob, entropy = logprob_fn(params, micro.tokens, micro.length, *logprob_args)
+            logprob, entropy = logprob_fn(params, micro.tokens, micro.length, micro.action_mask, *logprob_args)
             return objective(logprob, micro, entropy)
 
         def accumulate(total, micro):

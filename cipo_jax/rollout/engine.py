@@ -27,6 +27,7 @@ from cipo_jax.errors import UserError
 from cipo_jax.models.cache import CachedContext, KVCache
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import parameter_shardings
+from cipo_jax.protocols.base import Protocol
 from cipo_jax.rollout.environment import Environment
 from cipo_jax.rollout.sampling import SAMPLERS, Sampling, sample
 from cipo_jax.rollout.stops import compile_stops, token_bytes
@@ -129,7 +130,13 @@ class Rollout:
         self._program = jax.jit(self._run, static_argnames=("samples",))
 
     def __call__(
-        self, params, questions: Sequence[Question], samples: int, key: jax.Array, sampling: Sampling
+        self,
+        params,
+        questions: Sequence[Question],
+        samples: int,
+        key: jax.Array,
+        sampling: Sampling,
+        protocol: Protocol | None = None,
     ) -> tuple[Trajectories, dict[str, jax.Array]]:
         """Samples `samples` trajectories for each question.
 
@@ -139,6 +146,7 @@ class Rollout:
           samples: group size; the rows of question `q` are `q * samples ... (q + 1) * samples - 1`.
           key: random key of this rollout; a trajectory depends on it, the question's place and the sample's number.
           sampling: temperature and truncation (traced).
+          protocol: renders the prompts in place of the environment's protocol.
 
         Returns:
           Trajectories on the device (`B = questions x samples`) and counters: `extend_steps`, `decode_steps`,
@@ -150,7 +158,7 @@ class Rollout:
         c, shards = self.config, data_shards(self.rules.mesh)
         if len(questions) % shards:
             raise UserError(f"a batch of {len(questions)} questions does not divide over {shards} data shards")
-        prompts = [self.environment.protocol.prompt_ids(q.question) for q in questions]
+        prompts = [(protocol or self.environment.protocol).prompt_ids(q.question) for q in questions]
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
         if len(prompts[longest]) > c.prompt_tokens:
             raise UserError(

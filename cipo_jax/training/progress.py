@@ -90,6 +90,11 @@ class Progress:
         if not self.quiet:
             self._console.print(text, markup=False, soft_wrap=True)
 
+    def print(self, renderable: Any) -> None:
+        """Prints something that rich can draw, such as a table."""
+        if not self.quiet:
+            self._console.print(renderable)
+
     @contextmanager
     def phase(self, name: str, total: int | None = None, done: int = 0) -> Iterator[Phase]:
         """Shows a phase while the block runs.

@@ -29,7 +29,7 @@ def toy_params(seed=0):
     }
 
 
-def toy_logprob(params, tokens, length, temperature=1.0):
+def toy_logprob(params, tokens, length, active, temperature=1.0):
     """A causal model: the mean of the embeddings so far, then a linear layer."""
     x = jnp.cumsum(params["embed"][tokens], axis=1) / jnp.arange(1.0, tokens.shape[1] + 1)[None, :, None]
     logp = jax.nn.log_softmax(jnp.tanh(x) @ params["head"] / temperature)
@@ -45,7 +45,7 @@ def toy_batch(seed=0, rows=ROWS):
     mask = (rng.random((rows, LENGTH)) < 0.8) & (np.arange(LENGTH) < length[:, None]) & (np.arange(LENGTH) > 0)
     mask[0] = False
     tokens = rng.integers(0, VOCAB, (rows, LENGTH)).astype(np.int32)
-    near = np.asarray(toy_logprob(toy_params(), tokens, length)[0])
+    near = np.asarray(toy_logprob(toy_params(), tokens, length, None)[0])
     return UpdateBatch(
         tokens=tokens,
         action_mask=mask,
@@ -231,10 +231,10 @@ def test_rewarded_tokens_become_likelier():
     update = make_update(toy_logprob, ClippedObjective(kl_weight=0.0), optimizer)
     state, micro = optimizer.init(toy_params()), split_microbatches(batch, 2)
     good, bad = batch.action_mask & (batch.tokens == 3), batch.action_mask & (batch.tokens != 3)
-    before = np.asarray(toy_logprob(state.params, batch.tokens, batch.length)[0])
+    before = np.asarray(toy_logprob(state.params, batch.tokens, batch.length, None)[0])
     for _ in range(10):
         state, _ = update(state, micro, np.float32(0.02))
-    after = np.asarray(toy_logprob(state.params, batch.tokens, batch.length)[0])
+    after = np.asarray(toy_logprob(state.params, batch.tokens, batch.length, None)[0])
     assert (after - before)[good].mean() > 0.1 > -0.1 > (after - before)[bad].mean()
 
 

@@ -1,0 +1,302 @@
+"""The training run: warm start, RL with periodic evaluation and checkpoints, then one look at the reported questions."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cipo_jax.data.iteration import question_batches
+from cipo_jax.distributed.mesh import data_shards, mesh
+from cipo_jax.errors import UserError
+from cipo_jax.evaluation.behaviour import judge_all, summarise
+from cipo_jax.evaluation.closed_book import CLOSED_BOOK, NoPassages, closed_book_questions, score_closed_book
+from cipo_jax.evaluation.report import make_summary, results_table, write_summary
+from cipo_jax.evaluation.scripted import memory as memory_agent
+from cipo_jax.evaluation.scripted import oracle as oracle_agent
+from cipo_jax.evaluation.scripted import run_scripted
+from cipo_jax.learning.state import TrainState
+from cipo_jax.models.config import DecoderConfig
+from cipo_jax.rollout.engine import RolloutConfig
+from cipo_jax.training.checkpoints import Checkpoints, StopSignal, abstract_like
+from cipo_jax.training.evaluate import Evaluator
+from cipo_jax.training.metrics import CompileCounter, MetricsWriter
+from cipo_jax.training.plots import plot_curves
+from cipo_jax.training.policy import Policy
+from cipo_jax.training.progress import Progress
+from cipo_jax.training.run_dir import RunDir
+from cipo_jax.training.samples import samples_path, write_samples
+from cipo_jax.training.step import Method, Stepper
+from cipo_jax.training.task import Task
+from cipo_jax.training.warm_start import WarmStartConfig, supervised_learner, warm_start
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One experiment, as its gin file describes it.
+
+    Attributes:
+      task: builds the task.
+      decoder: the policy's shape.
+      rollout: sizes of trajectories.
+      method: the training method.
+      warm_start: how a random policy is taught to talk first.
+      steps: RL steps.
+      seed: of the parameters, sampling and data order. The task has its own.
+      eval_every: steps between greedy evaluations on the validation questions, each with a checkpoint.
+      eval_batch: questions at a time in evaluation.
+      sample_count: trajectories written for people at each evaluation.
+      mesh: builds the device mesh.
+      mirrors: further receivers of metrics (TensorBoard, Weights & Biases).
+    """
+
+    task: Callable[[], Task] = gin.REQUIRED
+    decoder: DecoderConfig = gin.REQUIRED
+    rollout: RolloutConfig = gin.REQUIRED
+    method: Method = gin.REQUIRED
+    warm_start: WarmStartConfig = gin.REQUIRED
+    steps: int = gin.REQUIRED
+    seed: int = 0
+    eval_every: int = 8
+    eval_batch: int = 96
+    sample_count: int = 6
+    mesh: Callable[[], Mesh] = mesh
+    mirrors: Any = ()
+
+    def check(self, device_mesh: Mesh) -> None:
+        """Raises UserError where sizes do not fit the mesh; before anything is written or compiled."""
+        shards = data_shards(device_mesh)
+        sizes = {"Method.questions": self.method.questions, "Run.eval_batch": self.eval_batch}
+        for name, size in sizes.items():
+            if size % shards:
+                raise UserError(f"{name}={size} does not divide over {shards} data shards; use a multiple of {shards}")
+
+
+class Training:
+    """A run in progress: everything it needs, and its phases as methods."""
+
+    def __init__(self, run: Run, run_dir: RunDir, progress: Progress, compiles: CompileCounter):
+        self.run, self.run_dir, self.progress, self.compiles = run, run_dir, progress, compiles
+        device_mesh = run.mesh()
+        run.check(device_mesh)
+        self.began = time.monotonic()
+        self.task = run.task()
+        self.policy = Policy(run.decoder, device_mesh)
+        self.stepper = Stepper(run.method, self.policy, self.task, run.rollout, run.seed)
+        self.evaluator = Evaluator(self.stepper.rollout, run.eval_batch)
+        devices = device_mesh.devices.ravel()
+        shape = " x ".join(f"{name} {size}" for name, size in device_mesh.shape.items())
+        progress.say(
+            f"{run.method.name}: {self.policy.size / 1e6:.2f} M parameters, {run.decoder.depth} layers, vocabulary "
+            f"{run.decoder.vocab_size}, on {len(devices)} {devices[0].platform} device(s), mesh {shape}"
+        )
+        progress.say(
+            f"{len(self.task.train)} training, {len(self.task.validation)} validation, "
+            f"{sum(map(len, self.task.reported.values()))} reported questions; run directory {run_dir.path}"
+        )
+
+    def warm_start(self, stop: StopSignal) -> Any | None:
+        """The initial policy's parameters; None when stopped."""
+        run = self.run
+        with Checkpoints(self.run_dir.file("warm_start"), keep=1) as checkpoints:
+            finished = checkpoints.latest_step == sum(run.warm_start.steps)
+            phases = () if finished else self.task.demonstrations(run.warm_start.top_k)
+            state = warm_start(
+                self.policy,
+                supervised_learner(self.policy, run.warm_start),
+                phases,
+                self.task.protocol,
+                run.warm_start,
+                seed=run.seed,
+                checkpoints=checkpoints,
+                progress=self.progress,
+                stop=stop,
+            )
+        return None if state is None else state.params
+
+    def reinforce(self, reference: Any, stop: StopSignal) -> Any | None:
+        """RL from `reference`; the parameters that did best on validation, or None when stopped."""
+        run, stepper = self.run, self.stepper
+        batches = question_batches(self.task.train, run.method.questions, run.seed)
+        state = stepper.learner.init(reference)
+        with Checkpoints(self.run_dir.file("checkpoints")) as checkpoints:
+            done, position = 0, 0
+            if checkpoints.latest_step is not None:
+                state, meta = checkpoints.restore(abstract_like(state))
+                done, position = checkpoints.latest_step, meta["metrics_position"]
+                if meta["questions"] != batches.fingerprint:
+                    raise UserError(f"{self.run_dir.path} was trained on other questions; choose another --run_dir")
+                self.progress.say(f"continuing after step {done}")
+            with (
+                MetricsWriter(
+                    self.run_dir.file("metrics.jsonl"), position=position, mirrors=run.mirrors
+                ) as writer,
+                self.progress.phase("RL", run.steps, done) as phase,
+            ):
+                pending = None
+
+                def settle():
+                    nonlocal pending
+                    if pending is not None:
+                        metrics = pending.metrics() | {"compiles_after_warmup": self.compiles.since_mark}
+                        writer.write(pending.step + 1, metrics)
+                        phase.advance(**_shown(metrics))
+                        _abort_if_broken(metrics, pending, self.run_dir)
+                        pending = None
+
+                def save(step, score=None):
+                    settle()
+                    meta = {"metrics_position": writer.sync(), "questions": batches.fingerprint}
+                    checkpoints.save(step, state, meta, score=score)
+
+                if done == 0:
+                    score = self.validate(state.params, 0, writer)
+                    save(0, score)
+                else:
+                    self.warm_up_evaluation(state.params)
+                for step in range(done, run.steps):
+                    state, record = stepper(state, reference, batches[step], step)
+                    settle()  # the step before: read while this one's update runs
+                    pending = record
+                    if (step + 1) % run.eval_every == 0 or step + 1 == run.steps:
+                        score = self.validate(state.params, step + 1, writer, settle)
+                        save(step + 1, score)
+                    elif step == done:
+                        settle()
+                    if step == done:
+                        checkpoints.wait()
+                        self.compiles.mark()  # from here on nothing should compile
+                    if stop.requested() and step + 1 < run.steps:
+                        save(step + 1)
+                        checkpoints.wait()
+                        self.progress.say(f"stopped after step {step + 1}; run the same command to continue")
+                        return None
+            if checkpoints.best_step == run.steps or run.steps == 0:
+                best = state
+            else:
+                best, _ = checkpoints.restore(abstract_like(state), checkpoints.best_step)
+            self.selected = checkpoints.best_step
+        return best.params
+
+    def validate(self, params: Any, step: int, writer: MetricsWriter, settle: Callable[[], None] | None = None) -> float:
+        """Greedy EM on the validation questions: what checkpoints are selected on."""
+        episodes, trajectories = self.evaluator(params, self.task.validation)
+        self.stepper.environment.take_counts()
+        metrics = summarise(episodes, self.task.worlds)
+        if settle is not None:
+            settle()
+        writer.write(step, {f"validation/{name}": value for name, value in metrics.items()})
+        if self.run_dir.writes:
+            count = self.run.sample_count
+            behaviours = judge_all(episodes[:count], self.task.worlds)
+            write_samples(
+                samples_path(self.run_dir.path, step),
+                f"step {step}, validation",
+                trajectories,
+                episodes[:count],
+                self.task.tokenizer,
+                behaviours=behaviours,
+                limit=count,
+            )
+            plot_curves(writer.path, self.run_dir.file("curves.png"))
+        return metrics["em"]
+
+    def warm_up_evaluation(self, params: Any) -> None:
+        """Compiles the evaluation's program after a resume."""
+        self.evaluator(params, self.task.validation[:1])
+
+    def report(self, reference: Any, params: Any) -> dict[str, Any]:
+        """Opens the reported questions, once: before and after, scripted ceiling and floor, closed book."""
+        task, rollout = self.task, self.run.rollout
+        before, after, oracle, memory = {}, {}, {}, {}
+        total = 2 * sum(map(len, task.reported.values()))
+        with self.progress.phase("report", total) as phase:
+            for stratum, questions in task.reported.items():
+                for out, weights in ((before, reference), (after, params)):
+                    out[stratum] = summarise(self.evaluator(weights, questions, phase=phase)[0], task.worlds)
+                if task.memory is not None:
+                    for out, agent in ((oracle, oracle_agent), (memory, memory_agent)):
+                        episodes = run_scripted(
+                            agent, questions, task.worlds, task.retrievers, task.protocol, rollout.top_k,
+                            rollout.observation_tokens,
+                        )  # fmt: skip
+                        out[stratum] = summarise(episodes, task.worlds)
+        closed_book = None
+        if task.memory is not None:
+            closed_book = tuple(self.closed_book(weights) for weights in (reference, params))
+        headline = next(iter(task.reported))
+        summary = make_summary(
+            method=self.run.method.name,
+            seed=self.run.seed,
+            steps=self.run.steps,
+            wall_s=round(self.seconds(), 1),
+            params=self.policy.size,
+            compiles_after_warmup=self.compiles.since_mark,
+            before=before[headline],
+            after=after[headline],
+            selected_step=self.selected,
+            strata={"before": before, "after": after, "oracle": oracle, "memory": memory},
+            closed_book=[c.em.value for c in closed_book] if closed_book else None,
+        )
+        if self.run_dir.writes:
+            write_summary(self.run_dir.file("summary.json"), summary)
+        estimates = tuple(c.em for c in closed_book) if closed_book else None
+        self.progress.print(results_table(before, after, oracle=oracle, memory=memory, closed_book=estimates))
+        return summary
+
+    def closed_book(self, params: Any):
+        """EM on the memory world when every search comes back empty."""
+        environment = self.stepper.environment
+        retrievers = environment.retrievers
+        environment.retrievers = {CLOSED_BOOK: NoPassages()}
+        try:
+            return score_closed_book(self.evaluator(params, closed_book_questions(self.task.memory))[0])
+        finally:
+            environment.retrievers = retrievers
+
+    def seconds(self) -> float:
+        """Wall time of this run, earlier parts included."""
+        path = self.run_dir.file("wall_s")
+        earlier = float(path.read_text()) if path.exists() else 0.0
+        return earlier + time.monotonic() - self.began
+
+
+def train(run: Run, run_dir: RunDir, progress: Progress) -> Mapping[str, Any] | None:
+    """Runs or continues an experiment.
+
+    Returns:
+      The summary; None when it was stopped by SIGTERM (everything is saved then).
+    """
+    with CompileCounter() as compiles, StopSignal() as stop:
+        training = Training(run, run_dir, progress, compiles)
+        try:
+            reference = training.warm_start(stop)
+            params = None if reference is None else training.reinforce(reference, stop)
+            summary = None if params is None else training.report(reference, params)
+        finally:
+            run_dir.write("wall_s", f"{training.seconds():.1f}\n")
+    run_dir.save_operative_config()
+    if summary is not None:
+        for name in ("summary.json", "metrics.jsonl", "curves.png", "samples", "checkpoints"):
+            progress.say(f"  {run_dir.file(name)}")
+    return summary
+
+
+def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    names = {"reward": "reward", "em": "EM", "ealr": "EALR", "searches": "searches", "tokens_per_s": "tokens/s"}
+    return {label: metrics[name] for name, label in names.items() if name in metrics}
+
+
+def _abort_if_broken(metrics: Mapping[str, float], record: Any, run_dir: RunDir) -> None:
+    """Keeps the batch of an update that was skipped for a NaN."""
+    if metrics["skipped_updates"] and run_dir.writes:
+        folder = run_dir.path / "skipped"
+        folder.mkdir(exist_ok=True)
+        arrays = {f.name: np.asarray(getattr(record.trajectories, f.name)) for f in dataclasses.fields(record.trajectories)}
+        np.savez_compressed(folder / f"step_{record.step + 1:06d}.npz", **arrays)

@@ -100,9 +100,15 @@ def _tile_map(query: Visibility, key: Visibility, block: int) -> jax.Array:
     return trajectory | own
 
 
+def _rows(x_BKGQN):
+    """`[B, K, G Q, N]`: with queries of one key head in one dimension every product is a plain batched matmul."""
+    B, K, G, Q, N = x_BKGQN.shape
+    return x_BKGQN.reshape(B, K, G * Q, N)
+
+
 def _scores(q_BKGQE, k_BKSE, mask_BQS):
-    s = jnp.einsum("bkgqe,bkse->bkgqs", q_BKGQE, k_BKSE, preferred_element_type=jnp.float32)
-    return jnp.where(mask_BQS[:, None, None], s, NEGATIVE)
+    s = jnp.einsum("bkre,bkse->bkrs", _rows(q_BKGQE), k_BKSE, preferred_element_type=jnp.float32)
+    return jnp.where(mask_BQS[:, None, None], s.reshape(*q_BKGQE.shape[:4], -1), NEGATIVE)
 
 
 def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, possible):
@@ -121,8 +127,8 @@ def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, possible):
                 m_new = jnp.maximum(m, s.max(-1))
                 p = jnp.where(mask[:, None, None], jnp.exp(s - m_new[..., None]), 0.0)
                 shrink = jnp.exp(m - m_new)
-                pv = jnp.einsum("bkgqs,bkse->bkgqe", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-                return m_new, total * shrink + p.sum(-1), acc * shrink[..., None] + pv
+                pv = jnp.einsum("bkrs,bkse->bkre", _rows(p).astype(v.dtype), v, preferred_element_type=jnp.float32)
+                return m_new, total * shrink + p.sum(-1), acc * shrink[..., None] + pv.reshape(acc.shape)
 
             return jax.lax.cond(maybe, compute, lambda c: c, carry), None
 
@@ -176,11 +182,11 @@ def _attend_backward(block, residuals, d_out):
                 d_q, d_k, d_v = args
                 mask = visible(query, key)
                 p = jnp.where(mask[:, None, None], jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
-                d_v = d_v + jnp.einsum("bkgqs,bkgqe->bkse", p, d)
-                d_p = jnp.einsum("bkgqe,bkse->bkgqs", d, v.astype(jnp.float32))
-                d_s = p * (d_p - delta[..., None])
-                d_q = d_q + jnp.einsum("bkgqs,bkse->bkgqe", d_s, k.astype(jnp.float32))
-                d_k = d_k + jnp.einsum("bkgqs,bkgqe->bkse", d_s, q.astype(jnp.float32))
+                d_v = d_v + jnp.einsum("bkrs,bkre->bkse", _rows(p), _rows(d))
+                d_p = jnp.einsum("bkre,bkse->bkrs", _rows(d), v.astype(jnp.float32))
+                d_s = _rows(p) * (d_p - _rows(delta[..., None]))
+                d_q = d_q + jnp.einsum("bkrs,bkse->bkre", d_s, k.astype(jnp.float32)).reshape(d_q.shape)
+                d_k = d_k + jnp.einsum("bkrs,bkre->bkse", d_s, _rows(q).astype(jnp.float32))
                 return d_q, d_k, d_v
 
             d_q, d_k, d_v = jax.lax.cond(maybe, compute, lambda a: a, (d_q, d_k, d_v))

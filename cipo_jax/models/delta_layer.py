@@ -12,7 +12,7 @@ from flax import nnx
 
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.delta import l2_normalised
-from cipo_jax.models.layers import normalised, parameter, project, trailing
+from cipo_jax.models.layers import normalised, parameter, dense, trailing
 
 
 @jax.tree_util.register_dataclass
@@ -93,13 +93,13 @@ class GatedDelta(nnx.Module):
         step = step.astype(jnp.promote_types(dtype, jnp.float32))
         rate = jnp.exp(trailing(self.log_rate[...], step))
         inputs = DeltaInputs(
-            (project(x_BLD, self.query), project(x_BLD, self.key), project(x_BLD, self.value)),
+            (dense(x_BLD, self.query), dense(x_BLD, self.key), dense(x_BLD, self.value)),
             (self.query_conv[...], self.key_conv[...], self.value_conv[...]),
             -rate * jax.nn.softplus(step + trailing(self.step_bias[...], step)),
             jax.nn.sigmoid(beta.astype(step.dtype)),
         )
         out_BLHV, cache = context.delta(inputs, cache, layer)
-        gate = jax.nn.silu(project(x_BLD, self.gate).astype(step.dtype))
+        gate = jax.nn.silu(dense(x_BLD, self.gate).astype(step.dtype))
         out = normalised(out_BLHV, self.eps)  # this norm is plain, not zero-centred
         out = (out * trailing(self.norm[...], out) * gate).astype(dtype)
-        return jnp.einsum("blhe,hed->bld", out, self.out[...].astype(dtype)), cache
+        return dense(out, self.out, inputs=2), cache

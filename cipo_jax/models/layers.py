@@ -95,9 +95,16 @@ def rotate(x_BLHE, tables):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1).astype(x_BLHE.dtype)
 
 
-def project(x_BLD, weight):
-    """`[B, L, D]` times `[D, heads, head_dim]`."""
-    return jnp.einsum("bld,dhe->blhe", x_BLD, weight[...].astype(x_BLD.dtype))
+def dense(x, weight, inputs: int = 1):
+    """`x` times `weight`, contracted over the last `inputs` dimensions of `x` and the first of `weight`.
+
+    As one matrix product of two dimensions: the weight's gradient of a product with several leading dimensions takes
+    XLA's CPU backend three times as long.
+    """
+    weight = weight[...].astype(x.dtype)
+    leading, outer = x.shape[: x.ndim - inputs], weight.shape[inputs:]
+    flat = x.reshape(math.prod(leading), -1) @ weight.reshape(math.prod(weight.shape[:inputs]), -1)
+    return flat.reshape(*leading, *outer)
 
 
 class Attention(nnx.Module):
@@ -123,7 +130,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BLD, tables, context, cache, layer):
         c = self.config
-        q, k, v = project(x_BLD, self.query), project(x_BLD, self.key), project(x_BLD, self.value)
+        q, k, v = dense(x_BLD, self.query), dense(x_BLD, self.key), dense(x_BLD, self.value)
         if c.qkv_bias:
             q, k, v = (
                 y + trailing(b[...], y) for y, b in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
@@ -133,8 +140,8 @@ class Attention(nnx.Module):
         q, k = rotate(q, tables), rotate(k, tables)
         out_BLHE, cache = context.attention(q, k, v, cache, layer)
         if c.gated:
-            out_BLHE = out_BLHE * jax.nn.sigmoid(project(x_BLD, self.gate))
-        return jnp.einsum("blhe,hed->bld", out_BLHE, self.out[...].astype(x_BLD.dtype)), cache
+            out_BLHE = out_BLHE * jax.nn.sigmoid(dense(x_BLD, self.gate))
+        return dense(out_BLHE, self.out, inputs=2), cache
 
 
 class SwiGLU(nnx.Module):
@@ -147,9 +154,7 @@ class SwiGLU(nnx.Module):
         self.down = parameter(rngs, (c.ffn, c.width), ("ffn", "embed"), c, c.ffn**-0.5 / math.sqrt(2 * c.depth))
 
     def __call__(self, x):
-        dtype = x.dtype
-        hidden = jax.nn.silu(x @ self.gate[...].astype(dtype)) * (x @ self.up[...].astype(dtype))
-        return hidden @ self.down[...].astype(dtype)
+        return dense(jax.nn.silu(dense(x, self.gate)) * dense(x, self.up), self.down)
 
 
 class Layer(nnx.Module):

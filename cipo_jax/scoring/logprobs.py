@@ -51,9 +51,9 @@ def _sorted_backward(columns, residuals, cotangents):
         g_h = jax.lax.dynamic_slice_in_dim(g_entropy, i * columns, columns, 1)[..., None]
         hot = jax.nn.one_hot(t, z.shape[-1], dtype=jnp.float32)
         d_z = (g_l * (hot - p) - g_h * p * (logp + entropy)) / temperature
-        d_h = jnp.einsum("bcv,vd->bcd", d_z, weight.astype(jnp.float32)).astype(hidden.dtype)
-        d_hidden = jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * columns, 1)
-        return d_hidden, d_weight + jnp.einsum("bcv,bcd->vd", d_z, h.astype(jnp.float32))
+        d_z, h_flat = d_z.reshape(-1, z.shape[-1]), h.reshape(-1, h.shape[-1]).astype(jnp.float32)
+        d_h = (d_z @ weight.astype(jnp.float32)).reshape(h.shape).astype(hidden.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * columns, 1), d_weight + d_z.T @ h_flat
 
     start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
     d_hidden, d_weight = jax.lax.fori_loop(0, blocks, body, start)

@@ -54,7 +54,9 @@ class BertEmbedder:
       query_batch: queries per device and step. Few, since searches come a few at a time.
       bucket: passages are padded to a multiple of this many tokens; queries to this times a power of two.
       dtype: `float32` or `bfloat16`, of weights and activations.
-      devices: local devices to share each batch; all of them if None.
+      platform: JAX platform to run on; None is the default one. A retriever that is called from inside a compiled
+        rollout must run on `cpu`: on an accelerator its program would wait for the rollout's, which waits for it.
+      max_devices: local devices that share each batch; None takes all of them.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class BertEmbedder:
         query_batch: int = 8,
         bucket: int = 16,
         dtype: str = "float32",
-        devices: Sequence[jax.Device] | None = None,
+        platform: str | None = None,
+        max_devices: int | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise UserError(f"BertEmbedder.dtype={dtype!r} is not one of {', '.join(DTYPES)}")
@@ -81,7 +84,10 @@ class BertEmbedder:
         self.batch, self.query_batch, self.bucket, self.dtype = batch, query_batch, bucket, dtype
         self._folder = folder
         self._tokenizer = _load_tokenizer(folder / "tokenizer.json", self.spec.max_tokens)
-        self._devices = list(devices or jax.local_devices())
+        try:
+            self._devices = jax.local_devices(backend=platform)[:max_devices]
+        except RuntimeError as error:
+            raise UserError(f"BertEmbedder.platform={platform!r} is not to be had ({error})") from None
         mesh = Mesh(np.array(self._devices), ("data",))
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         everywhere = NamedSharding(mesh, PartitionSpec())

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -36,7 +35,7 @@ def tiny_encoder(tmp_path_factory) -> Path:
 def embedder(tiny_encoder) -> BertEmbedder:
     """The tiny encoder on one device; four passages a batch, buckets of four tokens."""
     spec = EncoderSpec(max_tokens=24)
-    return BertEmbedder(str(tiny_encoder), spec, batch=4, query_batch=2, bucket=4, devices=jax.local_devices()[:1])
+    return BertEmbedder(str(tiny_encoder), spec, batch=4, query_batch=2, bucket=4, max_devices=1)
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,12 @@ def _texts(count, seed=0):
 def _one_by_one(embedder, folder, texts):
     """The slow reference: each text alone, without padding."""
     params = load_bert(folder, embedder.config)
+    encode = jax.jit(lambda params, ids, mask: pool(bert_hidden(params, embedder.config, ids, mask), mask))
     rows = []
     for text in texts:
         words = [4 + int(word[1:]) for word in text.split()]
         ids = np.array([[2, *words[:22], 3]], np.int32)
-        mask = np.ones_like(ids, bool)
-        rows.append(np.asarray(pool(bert_hidden(params, embedder.config, ids, mask), mask))[0])
+        rows.append(np.asarray(encode(params, ids, np.ones_like(ids, bool)))[0])
     return np.stack(rows)
 
 
@@ -52,13 +52,13 @@ def test_devices_share_a_batch(embedder, tiny_encoder):
 
 def test_prefixes(embedder, tiny_encoder):
     spec = EncoderSpec(query_prefix="w1 ", passage_prefix="w2 w3 ", max_tokens=24)
-    prefixed = BertEmbedder(str(tiny_encoder), spec, batch=4, query_batch=2, bucket=4, devices=jax.local_devices()[:1])
+    prefixed = BertEmbedder(str(tiny_encoder), spec, batch=4, query_batch=2, bucket=4, max_devices=1)
     np.testing.assert_array_equal(prefixed.embed_queries(["w5"]), embedder.embed_queries(["w1 w5"]))
     np.testing.assert_array_equal(prefixed.embed_passages(["w5"]), embedder.embed_passages(["w2 w3 w5"]))
 
 
 def test_programs_are_bounded_by_buckets(embedder, tiny_encoder):
-    fresh = BertEmbedder(str(tiny_encoder), embedder.spec, batch=4, query_batch=2, bucket=8, devices=jax.devices()[:1])
+    fresh = BertEmbedder(str(tiny_encoder), embedder.spec, batch=4, query_batch=2, bucket=8, max_devices=1)
     for seed in range(3):
         fresh.embed_passages(_texts(19, seed))
         fresh.embed_queries(_texts(7, seed))
@@ -72,14 +72,14 @@ def test_hostile_texts_embed(embedder, text):
 
 
 def test_fingerprint_tells_encoders_apart(embedder, tiny_encoder):
-    same = BertEmbedder(str(tiny_encoder), embedder.spec, batch=4, bucket=4, devices=jax.local_devices()[:1])
+    same = BertEmbedder(str(tiny_encoder), embedder.spec, batch=4, bucket=4, max_devices=1)
     assert same.fingerprint == embedder.fingerprint
     other = BertEmbedder(
         str(tiny_encoder),
         dataclasses.replace(embedder.spec, pooling="cls"),
         batch=4,
         bucket=4,
-        devices=jax.devices()[:1],
+        max_devices=1,
     )
     assert other.fingerprint != embedder.fingerprint
 
@@ -87,6 +87,8 @@ def test_fingerprint_tells_encoders_apart(embedder, tiny_encoder):
 def test_bad_settings_are_user_errors(tiny_encoder, tmp_path):
     with pytest.raises(UserError, match=r"max_tokens=256 must lie in 3\.\.24"):
         BertEmbedder(str(tiny_encoder))
+    with pytest.raises(UserError, match="platform='abacus'"):
+        BertEmbedder(str(tiny_encoder), EncoderSpec(max_tokens=24), platform="abacus")
     with pytest.raises(UserError, match="dtype='int8'"):
         BertEmbedder(str(tiny_encoder), EncoderSpec(max_tokens=24), dtype="int8")
     with pytest.raises(UserError, match=r"config\.json"):
@@ -94,7 +96,7 @@ def test_bad_settings_are_user_errors(tiny_encoder, tmp_path):
 
 
 def test_minilm_knows_meaning(minilm):
-    real = BertEmbedder(str(minilm), devices=jax.local_devices()[:1])
+    real = BertEmbedder(str(minilm), max_devices=1)
     passages = ["Paris is the capital of France.", "A cat sleeps on the sofa.", "Mount Everest is 8,849 m high."]
     queries = ["which city governs the French", "kitten resting on furniture", "tallest mountain elevation"]
     scores = real.embed_queries(queries) @ real.embed_passages(passages).T

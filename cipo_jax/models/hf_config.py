@@ -130,6 +130,9 @@ def decoder_config(hf: Mapping[str, Any], ignore: Collection[str] = (), **overri
         rotary=rotary,
         rope_llama3=llama3,
         norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        gated=False,
+        zero_centred=False,
+        period=(ATTENTION,),
     )
     if kind == "qwen3_5_text":
         if not text.get("attn_output_gate", True):

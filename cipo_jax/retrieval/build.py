@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 
 import gin
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from cipo_jax.errors import UserError
 from cipo_jax.retrieval.corpus import Corpus
@@ -14,6 +16,8 @@ from cipo_jax.retrieval.encoder import BertEmbedder
 from cipo_jax.retrieval.index import IndexSpec, VectorIndex, index_folder, train_rows
 from cipo_jax.retrieval.memory import index_memory, preflight
 from cipo_jax.retrieval.store import EmbeddingStore
+
+_TIES = 16  # candidates kept beyond top_k in each chunk, for equal scores at the border
 
 
 def say(text: str) -> None:
@@ -34,6 +38,8 @@ def build_index(
     tell=say,
 ) -> dict[str, object]:
     """Builds everything a retriever needs, resuming what an earlier call left, and returns the numbers it told.
+
+    On several hosts, which must share `folder`, each encodes its part and the first one builds the indices.
 
     Args:
       corpus: passages.
@@ -56,6 +62,10 @@ def build_index(
     store = embed_corpus(
         corpus, embedder, str(root / "embeddings"), chunk_rows, dtype, verify, progress=progress_line(tell)
     )
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("corpus embedded")
+        if jax.process_index() > 0:
+            return {"passages": len(corpus)}
     numbers: dict[str, object] = {
         "passages": len(corpus),
         "embedding_checksum": store.checksum(),
@@ -94,15 +104,16 @@ def index_from_store(store: EmbeddingStore, spec: IndexSpec) -> VectorIndex:
 
 def exact_search(store: EmbeddingStore, queries: np.ndarray, top_k: int) -> np.ndarray:
     """Returns the `[Q, top_k]` rows of largest inner product, chunk by chunk; equal scores by row."""
-    best_scores = np.full((len(queries), 0), 0, np.float32)
+    best_scores = np.zeros((len(queries), 0), np.float32)
     best_rows = np.zeros((len(queries), 0), np.int64)
     for first, block in store.blocks():
-        scores = np.concatenate([best_scores, queries @ block.T], axis=1)
-        rows = np.concatenate(
-            [best_rows, np.broadcast_to(first + np.arange(len(block)), (len(queries), len(block)))], 1
-        )
-        keep = np.lexsort((rows, -scores), axis=-1)[:, :top_k]
-        best_scores, best_rows = np.take_along_axis(scores, keep, -1), np.take_along_axis(rows, keep, -1)
+        scores = queries @ block.T
+        kept = min(top_k + _TIES, len(block))
+        found = np.sort(np.argpartition(-scores, kept - 1, axis=-1)[:, :kept], axis=-1)
+        scores = np.concatenate([best_scores, np.take_along_axis(scores, found, -1)], axis=1)
+        rows = np.concatenate([best_rows, first + found], axis=1)
+        order = np.argsort(-scores, axis=-1, kind="stable")[:, :top_k]  # rows ascend, so ties go to the first
+        best_scores, best_rows = np.take_along_axis(scores, order, -1), np.take_along_axis(rows, order, -1)
     return best_rows
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
+from starlette.requests import ClientDisconnect
 
 from cipo_jax.retrieval.batching import Batcher, Overloaded
 from cipo_jax.retrieval.limits import ServiceLimits
@@ -66,6 +67,8 @@ def create_app(retriever: Retriever, rows: int | None = None, limits: ServiceLim
             response = _json(error.status, {"detail": str(error)})
             if error.status in (408, 413):
                 response.headers["connection"] = "close"  # the rest of the body is not read
+        except ClientDisconnect:
+            response = _json(499, {"detail": "the client closed the connection"})  # for the count alone
         except Overloaded as error:
             response = _json(503, {"detail": f"overloaded: {error}; try again"})
             response.headers["retry-after"] = "1"

@@ -183,6 +183,8 @@ def test_slow_and_dead_clients_hold_nothing(service):
     slow.close()
     assert service.post("/retrieve", json={"queries": ["word1"]}).status_code == 200
     assert service.get("/health").json() == {"status": "ok", "passages": 40, "pending_queries": 0}
+    metrics = service.get("/metrics").text
+    assert 'status="499"} 20' in metrics and 'status="502"' not in metrics
 
 
 def test_a_failing_search_fails_alone():

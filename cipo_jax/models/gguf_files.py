@@ -135,15 +135,18 @@ class GGUFCheckpoint:
         self.stored: dict[str, str] = {}
         self.skipped: list[str] = []
         self._tensors: dict[str, Any] = {}
+        self.architecture = self.field("general.architecture")
+        # speculative layers come behind the decoder's and are counted with them
+        self.depth = self.field("{arch}.block_count", 0) - self.field("{arch}.nextn_predict_layers", 0)
         for tensor in self._reader.tensors:
-            if _SKIPPED.search(tensor.name):
+            layer = re.match(r"blk\.(\d+)\.", tensor.name)
+            if _SKIPPED.search(tensor.name) or (layer and int(layer[1]) >= self.depth):
                 self.skipped.append(tensor.name)
                 continue
             name = _canonical(tensor.name) or tensor.name
             if name in self.stored:
                 raise UserError(f"{self.stored[name]} and {tensor.name} are both {name}; the file is broken.")
             self.stored[name], self._tensors[name] = tensor.name, tensor
-        self.architecture = self.field("general.architecture")
         self.hf = self._config()
 
     def field(self, name: str, default=None):
@@ -209,7 +212,9 @@ class GGUFCheckpoint:
     def _config(self) -> dict[str, Any]:
         arch = self.architecture
         if arch not in _ARCHITECTURES:
-            raise UserError(f"{self.file}: architecture {arch!r} is not supported; supported are {sorted(_ARCHITECTURES)}.")
+            raise UserError(
+                f"{self.file}: architecture {arch!r} is not supported; supported are {sorted(_ARCHITECTURES)}."
+            )
 
         def need(name):
             value = self.field(f"{{arch}}.{name}")
@@ -217,15 +222,17 @@ class GGUFCheckpoint:
                 raise UserError(f"{self.file}: the metadata {arch}.{name} is missing.")
             return value
 
-        heads, width = need("attention.head_count"), need("embedding_length")
+        heads, width, _ = need("attention.head_count"), need("embedding_length"), need("block_count")
         scaling = self.field("{arch}.rope.scaling.type", "none")
         if scaling != "none" or "rope_freqs.weight" in self.skipped:
-            raise UserError(f"{self.file}: RoPE scaling ({scaling}) is not read from GGUF files; use the HF checkpoint.")
+            raise UserError(
+                f"{self.file}: RoPE scaling ({scaling}) is not read from GGUF files; use the HF checkpoint."
+            )
         hf = dict(
             model_type=_ARCHITECTURES[arch],
             vocab_size=self.shape("model.embed_tokens.weight")[0] if "model.embed_tokens.weight" in self.stored else 0,
             hidden_size=width,
-            num_hidden_layers=need("block_count"),
+            num_hidden_layers=self.depth,
             num_attention_heads=heads,
             num_key_value_heads=self.field("{arch}.attention.head_count_kv", heads),
             head_dim=self.field("{arch}.attention.key_length", width // heads),

@@ -103,8 +103,14 @@ NORM, UP = "model.layers.1.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj
 BROKEN = {
     "missing": (without(NORM), NORM.replace(".", r"\.") + " is missing"),
     "extra": (lambda v: v | {"model.layers.0.self_attn.q_proj.bias": v[NORM]}, r"q_proj\.bias has no place"),
-    "shape": (lambda v: v | {UP: v[UP][:-1]}, r"up_proj\.weight has shape \(47, 32\), config\.json asks for \(48, 32\)"),
-    "twice": (lambda v: v | {"model.language_model.norm.weight": v[NORM]}, r"model\.norm\.weight.*both|both.*norm\.weight"),
+    "shape": (
+        lambda v: v | {UP: v[UP][:-1]},
+        r"up_proj\.weight has shape \(47, 32\), config\.json asks for \(48, 32\)",
+    ),
+    "twice": (
+        lambda v: v | {"model.language_model.norm.weight": v[NORM]},
+        r"model\.norm\.weight.*both|both.*norm\.weight",
+    ),
     "quantised": (lambda v: v | {UP: np.zeros((48, 32), np.int8)}, r"up_proj\.weight is stored as I8"),
 }
 
@@ -162,7 +168,12 @@ def test_settings_that_change_nothing_are_not():
 
 @pytest.mark.parametrize("name", ["qwen2_untied", "qwen3_5_odd"])
 def test_bf16_round_trip_over_eight_devices_in_small_files(tmp_path, name):
-    hf = checkpoints.CONFIGS[name] | {"hidden_size": 48, "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    hf = checkpoints.CONFIGS[name] | {
+        "hidden_size": 48,
+        "vocab_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     if "linear_num_key_heads" in hf:
         hf |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     values = {

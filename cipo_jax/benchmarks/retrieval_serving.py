@@ -9,6 +9,7 @@ under mixed load (good, malformed, oversized and abandoned requests) while it wa
 
 import asyncio
 import json
+import logging
 import random
 import statistics
 import subprocess
@@ -130,6 +131,7 @@ async def _mixed_load(url: str, port: int, pid: int, minutes: float) -> dict:
 
 
 def main(_) -> None:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request at INFO
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER, str(FLAGS.passages), str(FLAGS.latency_ms)], stdout=subprocess.PIPE, text=True
     )

@@ -1,6 +1,7 @@
 """The HTTP client retriever: a Search-R1 service, or several, behind the retriever interface."""
 
 import json
+import logging
 import random
 import threading
 import time
@@ -80,6 +81,7 @@ class HttpRetriever:
         self._max_response_bytes, self._remembered = max_response_bytes, remembered
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(timeout_s, connect=min(connect_timeout_s, timeout_s))
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request at INFO
         self._client = httpx.Client(timeout=timeout, limits=limits, trust_env=trust_env)
         self._lock = threading.Lock()
         self._jitter = random.Random()  # waits are not part of a run's results

@@ -16,6 +16,9 @@ from cipo_jax.retrieval.batching import Batcher, Overloaded
 from cipo_jax.retrieval.limits import ServiceLimits
 from cipo_jax.retrieval.retriever import Passage, RetrievalError, Retriever
 
+# Bytes beyond the limit that are read and thrown away, so that the client, still sending, lives to read the refusal.
+_DISCARDED = 32 << 20
+
 
 class _Refused(Exception):
     """A request that is answered with an HTTP error."""
@@ -66,7 +69,7 @@ def create_app(retriever: Retriever, rows: int | None = None, limits: ServiceLim
         except _Refused as error:
             response = _json(error.status, {"detail": str(error)})
             if error.status in (408, 413):
-                response.headers["connection"] = "close"  # the rest of the body is not read
+                response.headers["connection"] = "close"  # the rest of the body may not have been read
         except ClientDisconnect:
             response = _json(499, {"detail": "the client closed the connection"})  # for the count alone
         except Overloaded as error:
@@ -148,10 +151,15 @@ async def _read_json(request: Request, limits: ServiceLimits) -> dict[str, Any]:
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_timeout_s):
+            received = 0
             async for part in request.stream():
-                body += part
-                if len(body) > limits.max_body_bytes:
-                    raise _Refused(413, f"the body exceeds {limits.max_body_bytes} bytes")
+                received += len(part)
+                if received <= limits.max_body_bytes:
+                    body += part
+                elif received > limits.max_body_bytes + _DISCARDED:
+                    break
+            if received > limits.max_body_bytes:
+                raise _Refused(413, f"the body exceeds {limits.max_body_bytes} bytes")
     except TimeoutError:
         raise _Refused(408, f"the body did not arrive within {limits.body_timeout_s} s") from None
     try:

@@ -161,8 +161,13 @@ def test_large_bodies_are_cut_off_early(service):
 
     with contextlib.suppress(httpx.HTTPError):  # the server may close before the answer is read
         assert service.post("/retrieve", content=endless()).status_code == 413
-    assert sent < 50_000_000
+    assert sent < 60_000_000
     assert service.get("/health").status_code == 200
+
+
+def test_ten_megabytes_are_refused_with_an_answer(service):
+    for _ in range(3):
+        assert service.post("/retrieve", content=b'{"queries": ["' + b"x" * 10_000_000 + b'"]}').status_code == 413
 
 
 def _raw(service, data):

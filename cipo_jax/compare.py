@@ -7,8 +7,10 @@ program starts with results in place, RUN_DIR holds table.md, comparison.png and
 may be added later (Comparison.seeds = (0, 1, ..)); endpoint, secondary metrics and reference may not change.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
+import gin
 from rich.console import Console
 
 from cipo_jax import cli
@@ -19,8 +21,14 @@ from cipo_jax.training.run_dir import open_run_dir
 MAY_CHANGE = ("Comparison.seeds", "Comparison.arms", "Comparison.stales", "Progress.*")
 
 
+@gin.configurable
+def arm_runner(build: Callable[[], ArmRunner] = ArmRunner) -> ArmRunner:
+    """What trains the arms, chosen in gin."""
+    return build()
+
+
 def main(run_dir: Path) -> None:
-    comparison, runner = Comparison(), ArmRunner()
+    comparison, runner = Comparison(), arm_runner()
     with open_run_dir(run_dir, may_change=MAY_CHANGE) as opened:
         try:
             run_comparison(opened.path, comparison, runner)

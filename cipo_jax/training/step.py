@@ -115,6 +115,7 @@ class Stepper:
         self.method, self.task, self.seed = method, task, seed
         self.environment.retrievers = task.retrievers
         self._evidence.counterfactual = method.counterfactual
+        self._evidence.capacity = method.copy_capacity
 
     def __call__(
         self, state: TrainState, reference: Any, questions: Sequence[Question], step: int

@@ -4,7 +4,7 @@ Letters: B trajectories, L padded tokens, T turns (actions) per trajectory, K pa
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ class StopReason:
     TURN_LIMIT = 3  # the last allowed action was neither an answer nor correctable
     TOKEN_LIMIT = 4  # the next token or observation did not fit in the token budget
 
-    NAMES = {1: "answer", 2: "end_of_turn", 3: "turn_limit", 4: "token_limit"}
+    NAMES: ClassVar = {1: "answer", 2: "end_of_turn", 3: "turn_limit", 4: "token_limit"}
 
 
 @jax.tree_util.register_dataclass

@@ -51,11 +51,15 @@ class ShardingRules:
             names the tensor.
         """
         if shape is not None and len(shape) != len(axes):
-            raise UserError(f"{name} has shape {tuple(shape)} but names the axes {tuple(axes)}; name one axis per dimension")
+            raise UserError(
+                f"{name} has shape {tuple(shape)} but names the axes {tuple(axes)}; name one axis per dimension"
+            )
         spec, used = [], {}
         for dim, axis in enumerate(axes):
             if axis is not None and axis not in self.rules:
-                raise UserError(f"{name} names the logical axis {axis!r}, which no rule maps; known: {sorted(self.rules)}")
+                raise UserError(
+                    f"{name} names the logical axis {axis!r}, which no rule maps; known: {sorted(self.rules)}"
+                )
             target = self.rules[axis] if axis is not None else None
             size = self._size(target)
             if shape is not None and size > 1 and shape[dim] % size:
@@ -73,6 +77,22 @@ class ShardingRules:
                 used[mesh_axis] = axis
             spec.append(target)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def constrain(self, x, axes: Sequence[str | None]):
+        """`x` (an array inside jit) with its dimensions laid out as `axes` say; one that does not divide stays whole.
+
+        Left alone, the compiler may well follow the weights and split activations along the width.
+        """
+        if self.mesh.size == 1:
+            return x
+        fits = [a if a is not None and n % self._size(self.rules[a]) == 0 else None for a, n in zip(axes, x.shape)]
+        return jax.lax.with_sharding_constraint(x, self.sharding(fits, x.shape, "an activation"))
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, ShardingRules) and (self.mesh, self.rules) == (other.mesh, other.rules)
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, tuple(sorted(self.rules.items(), key=str))))
 
     @property
     def batch(self) -> NamedSharding:

@@ -72,7 +72,7 @@ def visible(query: Visibility, key: Visibility) -> jax.Array:
 
 def _tiles(x, block: int, axis: int):
     """Splits `axis` into tiles and moves the tile number to the front."""
-    shape = x.shape[:axis] + (x.shape[axis] // block, block) + x.shape[axis + 1 :]
+    shape = (*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
@@ -106,13 +106,20 @@ def _rows(x_BKGQN):
     return x_BKGQN.reshape(B, K, G * Q, N)
 
 
+def _wide(x):
+    """The dtype to add up in."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _scores(q_BKGQE, k_BKSE, mask_BQS):
-    s = jnp.einsum("bkre,bkse->bkrs", _rows(q_BKGQE), k_BKSE, preferred_element_type=jnp.float32)
+    s = jnp.einsum("bkre,bkse->bkrs", _rows(q_BKGQE), k_BKSE, preferred_element_type=_wide(q_BKGQE))
     return jnp.where(mask_BQS[:, None, None], s.reshape(*q_BKGQE.shape[:4], -1), NEGATIVE)
 
 
 def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, possible):
     """Online-softmax attention over tiles: outputs `[nq, B, K, G, block, E]` and log-sum-exps `[nq, B, K, G, block]`."""
+
+    wide = _wide(q_tiles)
 
     def query_step(_, xs):
         q, query, row = xs
@@ -127,12 +134,12 @@ def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, possible):
                 m_new = jnp.maximum(m, s.max(-1))
                 p = jnp.where(mask[:, None, None], jnp.exp(s - m_new[..., None]), 0.0)
                 shrink = jnp.exp(m - m_new)
-                pv = jnp.einsum("bkrs,bkse->bkre", _rows(p).astype(v.dtype), v, preferred_element_type=jnp.float32)
+                pv = jnp.einsum("bkrs,bkse->bkre", _rows(p).astype(v.dtype), v, preferred_element_type=_wide(v))
                 return m_new, total * shrink + p.sum(-1), acc * shrink[..., None] + pv.reshape(acc.shape)
 
             return jax.lax.cond(maybe, compute, lambda c: c, carry), None
 
-        start = (jnp.full(q.shape[:-1], NEGATIVE), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape, jnp.float32))
+        start = (jnp.full(q.shape[:-1], NEGATIVE, wide), jnp.zeros(q.shape[:-1], wide), jnp.zeros(q.shape, wide))
         (m, total, acc), _ = jax.lax.scan(key_step, start, (k_tiles, v_tiles, key_tiles, row))
         total = jnp.maximum(total, 1e-30)  # a padding row sees nothing: its output is 0
         return None, (acc / total[..., None], m + jnp.log(total))
@@ -147,7 +154,7 @@ def _attend(q_BKGLE, k_BKSE, v_BKSE, query, key, possible, block: int):
 
 def _untile(x, axis: int):
     x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 2 :])
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def _all_tiles(q, k, v, query, key, block):
@@ -169,8 +176,9 @@ def _attend_forward(q, k, v, query, key, possible, block):
 def _attend_backward(block, residuals, d_out):
     q, k, v, query, key, possible, out, lse_tiles = residuals
     q_tiles, k_tiles, v_tiles, query_tiles, key_tiles = _all_tiles(q, k, v, query, key, block)
-    d_tiles = _tiles(d_out.astype(jnp.float32), block, 3)
-    delta_tiles = _tiles((d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1), block, 3)
+    wide = _wide(q)
+    d_tiles = _tiles(d_out.astype(wide), block, 3)
+    delta_tiles = _tiles((d_out.astype(wide) * out.astype(wide)).sum(-1), block, 3)
 
     def query_step(carry, xs):
         q, query, row, lse, d, delta = xs
@@ -183,20 +191,20 @@ def _attend_backward(block, residuals, d_out):
                 mask = visible(query, key)
                 p = jnp.where(mask[:, None, None], jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
                 d_v = d_v + jnp.einsum("bkrs,bkre->bkse", _rows(p), _rows(d))
-                d_p = jnp.einsum("bkre,bkse->bkrs", _rows(d), v.astype(jnp.float32))
+                d_p = jnp.einsum("bkre,bkse->bkrs", _rows(d), v.astype(wide))
                 d_s = _rows(p) * (d_p - _rows(delta[..., None]))
-                d_q = d_q + jnp.einsum("bkrs,bkse->bkre", d_s, k.astype(jnp.float32)).reshape(d_q.shape)
-                d_k = d_k + jnp.einsum("bkrs,bkre->bkse", d_s, _rows(q).astype(jnp.float32))
+                d_q = d_q + jnp.einsum("bkrs,bkse->bkre", d_s, k.astype(wide)).reshape(d_q.shape)
+                d_k = d_k + jnp.einsum("bkrs,bkre->bkse", d_s, _rows(q).astype(wide))
                 return d_q, d_k, d_v
 
             d_q, d_k, d_v = jax.lax.cond(maybe, compute, lambda a: a, (d_q, d_k, d_v))
             return d_q, (d_k, d_v)
 
-        d_q = jnp.zeros(q.shape, jnp.float32)
+        d_q = jnp.zeros(q.shape, wide)
         d_q, carry = jax.lax.scan(key_step, d_q, (k_tiles, v_tiles, key_tiles, row, *carry))
         return carry, d_q
 
-    start = (jnp.zeros(k_tiles.shape, jnp.float32), jnp.zeros(v_tiles.shape, jnp.float32))
+    start = (jnp.zeros(k_tiles.shape, wide), jnp.zeros(v_tiles.shape, wide))
     (d_k, d_v), d_q = jax.lax.scan(query_step, start, (q_tiles, query_tiles, possible, lse_tiles, d_tiles, delta_tiles))
     return (
         _untile(d_q, 3).astype(q.dtype),

@@ -335,7 +335,9 @@ class Rollout:
             logprob=write(s.logprob, logprob),
             length=length,
             cached=s.cached + running,
-            automaton=jnp.where(running, jnp.asarray(self._next_state)[token, s.automaton], s.automaton).astype(jnp.int32),
+            automaton=jnp.where(running, jnp.asarray(self._next_state)[token, s.automaton], s.automaton).astype(
+                jnp.int32
+            ),
             ended=jnp.where(over & (reason == 0), jnp.where(stopped, 1, 2), s.ended),
             reason=jnp.where(running, reason, s.reason),
             action_span=s.action_span.at[row, turn].set(span, mode="drop"),
@@ -403,6 +405,6 @@ class Rollout:
             return jax.lax.psum(reply, "tensor")
 
         spec = PartitionSpec(DATA_AXES)
-        return shard_map(
-            shard, mesh=mesh, in_specs=tuple(spec for _ in operands), out_specs=spec, check_vma=False
-        )(*operands)
+        return shard_map(shard, mesh=mesh, in_specs=tuple(spec for _ in operands), out_specs=spec, check_vma=False)(
+            *operands
+        )

@@ -66,7 +66,9 @@ class Environment:
         """
         missing = {q.corpus for q in questions} - set(self.retrievers)
         if missing:
-            raise KeyError(f"no retriever for the corpora {sorted(missing)}; there are {sorted(self.retrievers)[:8]} ...")
+            raise KeyError(
+                f"no retriever for the corpora {sorted(missing)}; there are {sorted(self.retrievers)[:8]} ..."
+            )
         self._questions = questions
 
     def take_counts(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Evaluator:
     def __call__(
         self, params, questions: Sequence[Question], protocol: Protocol | None = None, phase: Phase | None = None
     ) -> tuple[list[Episode], Trajectories]:
-        """One greedy trajectory per question, as episodes and (of the first batch) as host arrays."""
+        """One greedy trajectory per question as episodes, and the whole first batch as host arrays."""
         episodes: list[Episode] = []
         first = None
         protocol = protocol or self.rollout.environment.protocol
@@ -37,7 +37,7 @@ class Evaluator:
             asked = list(questions[at : at + self.batch])
             filled = asked + [asked[-1]] * (self.batch - len(asked))
             trajectories, _ = self.rollout(params, filled, 1, jax.random.key(0), GREEDY, protocol)
-            trajectories = fetch(trajectories).map(lambda x, n=len(asked): x[:n])
+            trajectories = fetch(trajectories)
             first = trajectories if first is None else first
             episodes += read_episodes(trajectories, asked, protocol)
             if phase is not None:

@@ -3,11 +3,9 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import gin
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,11 +14,11 @@ from cipo_jax.distributed.mesh import data_shards, mesh
 from cipo_jax.errors import UserError
 from cipo_jax.evaluation.behaviour import judge_all, summarise
 from cipo_jax.evaluation.closed_book import CLOSED_BOOK, NoPassages, closed_book_questions, score_closed_book
+from cipo_jax.evaluation.pairs import preference
 from cipo_jax.evaluation.report import make_summary, results_table, write_summary
+from cipo_jax.evaluation.scripted import evidence_pairs, run_scripted
 from cipo_jax.evaluation.scripted import memory as memory_agent
 from cipo_jax.evaluation.scripted import oracle as oracle_agent
-from cipo_jax.evaluation.scripted import run_scripted
-from cipo_jax.learning.state import TrainState
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.rollout.engine import RolloutConfig
 from cipo_jax.training.checkpoints import Checkpoints, StopSignal, abstract_like
@@ -134,9 +132,7 @@ class Training:
                     raise UserError(f"{self.run_dir.path} was trained on other questions; choose another --run_dir")
                 self.progress.say(f"continuing after step {done}")
             with (
-                MetricsWriter(
-                    self.run_dir.file("metrics.jsonl"), position=position, mirrors=run.mirrors
-                ) as writer,
+                MetricsWriter(self.run_dir.file("metrics.jsonl"), position=position, mirrors=run.mirrors) as writer,
                 self.progress.phase("RL", run.steps, done) as phase,
             ):
                 pending = None
@@ -184,7 +180,9 @@ class Training:
             self.selected = checkpoints.best_step
         return best.params
 
-    def validate(self, params: Any, step: int, writer: MetricsWriter, settle: Callable[[], None] | None = None) -> float:
+    def validate(
+        self, params: Any, step: int, writer: MetricsWriter, settle: Callable[[], None] | None = None
+    ) -> float:
         """Greedy EM on the validation questions: what checkpoints are selected on."""
         episodes, trajectories = self.evaluator(params, self.task.validation)
         self.stepper.environment.take_counts()
@@ -192,6 +190,7 @@ class Training:
         if settle is not None:
             settle()
         writer.write(step, {f"validation/{name}": value for name, value in metrics.items()})
+        visible, hidden = self.stepper.evidence(params, trajectories)
         if self.run_dir.writes:
             count = self.run.sample_count
             behaviours = judge_all(episodes[:count], self.task.worlds)
@@ -202,14 +201,15 @@ class Training:
                 episodes[:count],
                 self.task.tokenizer,
                 behaviours=behaviours,
+                token_ealr=visible - hidden,
                 limit=count,
             )
             plot_curves(writer.path, self.run_dir.file("curves.png"))
         return metrics["em"]
 
     def warm_up_evaluation(self, params: Any) -> None:
-        """Compiles the evaluation's program after a resume."""
-        self.evaluator(params, self.task.validation[:1])
+        """Compiles the evaluation's programs after a resume."""
+        self.stepper.evidence(params, self.evaluator(params, self.task.validation[:1])[1])
 
     def report(self, reference: Any, params: Any) -> dict[str, Any]:
         """Opens the reported questions, once: before and after, scripted ceiling and floor, closed book."""
@@ -227,9 +227,14 @@ class Training:
                             rollout.observation_tokens,
                         )  # fmt: skip
                         out[stratum] = summarise(episodes, task.worlds)
-        closed_book = None
+        closed_book, preferred = None, None
         if task.memory is not None:
             closed_book = tuple(self.closed_book(weights) for weights in (reference, params))
+            preferred = self.evidence_preference(reference)
+            self.progress.say(
+                f"EALR prefers the evidence-following action to the remembered one in {preferred.text(3)} of "
+                f"{preferred.n} scripted pairs (after the warm start)"
+            )
         headline = next(iter(task.reported))
         summary = make_summary(
             method=self.run.method.name,
@@ -243,6 +248,7 @@ class Training:
             selected_step=self.selected,
             strata={"before": before, "after": after, "oracle": oracle, "memory": memory},
             closed_book=[c.em.value for c in closed_book] if closed_book else None,
+            ealr_prefers_evidence=preferred.value if preferred else None,
         )
         if self.run_dir.writes:
             write_summary(self.run_dir.file("summary.json"), summary)
@@ -259,6 +265,15 @@ class Training:
             return score_closed_book(self.evaluator(params, closed_book_questions(self.task.memory))[0])
         finally:
             environment.retrievers = retrievers
+
+    def evidence_preference(self, params: Any):
+        """Share of scripted pairs, on validation questions, in which EALR prefers the evidence-following action."""
+        task, rollout = self.task, self.run.rollout
+        pairs = evidence_pairs(task.validation, task.worlds, task.retrievers, rollout.top_k)
+        shape = self.evaluator(params, task.validation[:1])[1]
+        return preference(
+            pairs, task.protocol, rollout.observation_tokens, lambda batch: self.stepper.evidence(params, batch), shape
+        )
 
     def seconds(self) -> float:
         """Wall time of this run, earlier parts included."""
@@ -298,5 +313,7 @@ def _abort_if_broken(metrics: Mapping[str, float], record: Any, run_dir: RunDir)
     if metrics["skipped_updates"] and run_dir.writes:
         folder = run_dir.path / "skipped"
         folder.mkdir(exist_ok=True)
-        arrays = {f.name: np.asarray(getattr(record.trajectories, f.name)) for f in dataclasses.fields(record.trajectories)}
+        arrays = {
+            f.name: np.asarray(getattr(record.trajectories, f.name)) for f in dataclasses.fields(record.trajectories)
+        }
         np.savez_compressed(folder / f"step_{record.step + 1:06d}.npz", **arrays)

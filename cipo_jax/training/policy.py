@@ -1,15 +1,12 @@
 """The policy and the programs that run it: rollout, scoring, updates. Built once, then only called."""
 
-import dataclasses
 from typing import Any
 
-import gin
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from cipo_jax.distributed.arrays import fetch
-from cipo_jax.distributed.mesh import data_shards, mesh
+from cipo_jax.distributed.mesh import data_shards
 from cipo_jax.distributed.sharding import GENERATION_RULES, ShardingRules
 from cipo_jax.learning.batch import UpdateBatch
 from cipo_jax.learning.microbatch import split_microbatches

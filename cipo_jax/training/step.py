@@ -63,10 +63,10 @@ class Method:
 
     name: str = "cipo"
     outcome_reward: Callable[..., float] = f1
-    advantages: AdvantageConfig = AdvantageConfig()
-    evidence: EvidenceConfig = EvidenceConfig()
-    counterfactual: Counterfactual = Masked()
-    objective: Any = ClippedObjective()
+    advantages: AdvantageConfig = dataclasses.field(default_factory=AdvantageConfig)
+    evidence: EvidenceConfig = dataclasses.field(default_factory=EvidenceConfig)
+    counterfactual: Counterfactual = dataclasses.field(default_factory=Masked)
+    objective: Any = dataclasses.field(default_factory=ClippedObjective)
     questions: int = 32
     samples: int = 16
     temperature: float = 1.0
@@ -150,9 +150,7 @@ class Stepper:
         advantage = turn_advantages(rewards, trajectories.group, last_turn(trajectories), m.advantages)
         advantage = token_advantages(advantage, trajectories)
         old = scores.fetch()[0] if m.recompute_old and scores else trajectories.behaviour_logprob
-        batch = update_batch(
-            trajectories, advantage, old, fetch(ref), skip_zero_groups=m.advantages.skip_zero_groups
-        )
+        batch = update_batch(trajectories, advantage, old, fetch(ref), skip_zero_groups=m.advantages.skip_zero_groups)
         updates = []
         for epoch in range(m.epochs):
             for rows in minibatch_indices(trajectories.group, m.minibatches, (self.seed, step, epoch)):
@@ -173,6 +171,11 @@ class Stepper:
             started=clock,
         )
         return state, record
+
+    def evidence(self, params: Any, host: Trajectories) -> tuple[np.ndarray, np.ndarray]:
+        """Visible and counterfactual log-probs `[B, L]` of trajectories given as host arrays."""
+        visible, _, hidden = self._evidence(params, self.policy.rules.put_batch(host), host).fetch()
+        return visible, hidden
 
     def _outcomes(self, episodes: Sequence[Episode]) -> np.ndarray:
         protocol, reward = self.task.protocol, self.method.outcome_reward
@@ -201,9 +204,7 @@ class Stepper:
             if valid[:, t].any():
                 stats[f"ealr_turn_{t}"] = _mean(value[:, t][valid[:, t]])
         stats["ealr_gated"] = float((malformed[:, None] & valid).sum() / max(valid.sum(), 1))
-        value, valid = turn_values(
-            value, valid, malformed, answers, trajectories.group, m.evidence, (self.seed, step)
-        )
+        value, valid = turn_values(value, valid, malformed, answers, trajectories.group, m.evidence, (self.seed, step))
         gap = {}
         if m.temperature == 1.0:
             mask = trajectories.action_mask

@@ -88,7 +88,9 @@ def synthetic_task(
     retrievers = WorldRetrievers(worlds, retriever)
 
     def demonstrations(top_k: int) -> Sequence[Sequence[Demonstration]]:
-        return warm_start_demonstrations(world, mix, lambda corpus, query: retrievers[corpus].retrieve([query], top_k)[0])
+        return warm_start_demonstrations(
+            world, mix, lambda corpus, query: retrievers[corpus].retrieve([query], top_k)[0]
+        )
 
     return Task(
         protocol=protocol(build_tokenizer()),

@@ -11,7 +11,7 @@ from cipo_jax.data.demonstrations import Demonstration, TokenRecord, encode_demo
 from cipo_jax.errors import UserError
 from cipo_jax.learning.batch import UpdateBatch
 from cipo_jax.learning.objective import SupervisedObjective
-from cipo_jax.learning.state import Optimizer, TrainState, adamw
+from cipo_jax.learning.state import TrainState, adamw
 from cipo_jax.protocols.base import Protocol
 from cipo_jax.training.checkpoints import Checkpoints, StopSignal, abstract_like
 from cipo_jax.training.policy import Learner, Policy

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from tiny_world import build_setting  # noqa: E402
+from tiny_world import build_setting
 
 
 @pytest.fixture(scope="session")

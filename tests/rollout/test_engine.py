@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_world import CONFIG, questions
 
 from cipo_jax.errors import UserError
 from cipo_jax.models.attention import PackedContext, Visibility
@@ -13,8 +14,6 @@ from cipo_jax.rollout.episode import read_episodes
 from cipo_jax.rollout.sampling import Sampling, sample
 from cipo_jax.scoring.score import Scorer
 from cipo_jax.types import Role, StopReason
-
-from tiny_world import CONFIG, questions
 
 KEY = jax.random.key(7)
 SAMPLES = 4
@@ -196,7 +195,10 @@ def test_episodes_read_back_what_happened(setting):
         assert episode.malformed or episode.answer
         assert episode.stop_reason == StopReason.NAMES[int(trajectories.stop_reason[b])]
         if episode.answer is not None:
-            assert f"<answer>{episode.answer}" in episode.response.replace(" ", "").replace("\n", "") or " " in episode.answer
+            assert (
+                f"<answer>{episode.answer}" in episode.response.replace(" ", "").replace("\n", "")
+                or " " in episode.answer
+            )
 
 
 def test_bad_sizes_are_told(setting):

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
+from tiny_world import WORDS, tiny_tokenizer
 from transformers import AutoTokenizer
 
 from cipo_jax.rollout.stops import compile_stops, token_bytes
-
-from tiny_world import WORDS, tiny_tokenizer
 
 STOPS = ("</search>", "</answer>")
 

@@ -18,7 +18,23 @@ from cipo_jax.rollout.environment import Environment
 
 # Stop strings come whole, split over tokens, and inside a token with text behind them.
 WORDS = ["<pad>", "<eos>", "<unk>", "<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"]
-WORDS += ["</", "search", ">", "answer>", "</search> x", "</answer>\n", "\n\n", "\n", "Doc", "(", ")", "1", "2", "3", ":"]
+WORDS += [
+    "</",
+    "search",
+    ">",
+    "answer>",
+    "</search> x",
+    "</answer>\n",
+    "\n\n",
+    "\n",
+    "Doc",
+    "(",
+    ")",
+    "1",
+    "2",
+    "3",
+    ":",
+]
 WORDS += [" ", "Title", "a", "b", "c", "d", "e"]
 WORDS += ["<search>a</search>", "<search>b d</search>\n", "<search>c e", "d</search>", "<answer>a", "c</answer>"]
 

@@ -135,7 +135,9 @@ def test_packed_equals_one_forward_per_copy(policy, kind, capacity):
             (h0, h1), (a0, a1) = copy.hidden, copy.scored
             if copy.contiguous:
                 keep = [j for j in range(a1) if not h0 <= j < h1]
-                values = plain_logprobs(policy, ids[keep], np.arange(len(keep)), np.tril(np.ones((len(keep),) * 2, bool)))
+                values = plain_logprobs(
+                    policy, ids[keep], np.arange(len(keep)), np.tril(np.ones((len(keep),) * 2, bool))
+                )
                 want[a0:a1] = values[a0 - (h1 - h0) :]
             elif copy.first == h1 == a0:  # nothing between the evidence and the action: deleted, with the gap kept
                 keep = [j for j in range(a1) if not h0 <= j < h1]

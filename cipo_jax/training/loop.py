@@ -29,7 +29,7 @@ from cipo_jax.training.policy import Policy
 from cipo_jax.training.progress import Progress
 from cipo_jax.training.run_dir import RunDir
 from cipo_jax.training.samples import samples_path, write_samples
-from cipo_jax.training.step import Method, Stepper
+from cipo_jax.training.step import Method, Stepper, StepRecord
 from cipo_jax.training.task import Task
 from cipo_jax.training.warm_start import WarmStartConfig, supervised_learner, warm_start
 
@@ -51,6 +51,7 @@ class Run:
       eval_batch: questions at a time in evaluation.
       sample_count: trajectories written for people at each evaluation.
       mesh: builds the device mesh.
+      abort_after_skips: steps in a row with a loss or gradient that is not finite after which the run gives up.
       mirrors: further receivers of metrics (TensorBoard, Weights & Biases).
     """
 
@@ -65,6 +66,7 @@ class Run:
     eval_batch: int = 96
     sample_count: int = 6
     mesh: Callable[[], Mesh] = mesh
+    abort_after_skips: int = 5
     mirrors: Any = ()
 
     def check(self, device_mesh: Mesh) -> None:
@@ -81,6 +83,7 @@ class Training:
 
     def __init__(self, run: Run, run_dir: RunDir, progress: Progress, compiles: CompileCounter):
         self.run, self.run_dir, self.progress, self.compiles = run, run_dir, progress, compiles
+        self.warm, self.skipped_in_a_row, self.selected = False, 0, 0
         device_mesh = run.mesh()
         run.check(device_mesh)
         self.began = time.monotonic()
@@ -125,7 +128,8 @@ class Training:
         state = stepper.learner.init(reference)
         with Checkpoints(self.run_dir.file("checkpoints")) as checkpoints:
             done, position = 0, 0
-            if checkpoints.latest_step is not None:
+            continued = checkpoints.latest_step is not None
+            if continued:
                 state, meta = checkpoints.restore(abstract_like(state))
                 done, position = checkpoints.latest_step, meta["metrics_position"]
                 if meta["questions"] != batches.fingerprint:
@@ -140,10 +144,11 @@ class Training:
                 def settle():
                     nonlocal pending
                     if pending is not None:
-                        metrics = pending.metrics() | {"compiles_after_warmup": self.compiles.since_mark}
+                        metrics = pending.metrics()
+                        metrics["compiles_after_warmup"] = self.compiles.since_mark if self.warm else 0
                         writer.write(pending.step + 1, metrics)
                         phase.advance(**_shown(metrics))
-                        _abort_if_broken(metrics, pending, self.run_dir)
+                        self.check_skipped(metrics, pending)
                         pending = None
 
                 def save(step, score=None):
@@ -151,11 +156,10 @@ class Training:
                     meta = {"metrics_position": writer.sync(), "questions": batches.fingerprint}
                     checkpoints.save(step, state, meta, score=score)
 
-                if done == 0:
-                    score = self.validate(state.params, 0, writer)
-                    save(0, score)
-                else:
+                if continued:
                     self.warm_up_evaluation(state.params)
+                else:
+                    save(0, self.validate(state.params, 0, writer))
                 for step in range(done, run.steps):
                     state, record = stepper(state, reference, batches[step], step)
                     settle()  # the step before: read while this one's update runs
@@ -168,6 +172,7 @@ class Training:
                     if step == done:
                         checkpoints.wait()
                         self.compiles.mark()  # from here on nothing should compile
+                        self.warm = True
                     if stop.requested() and step + 1 < run.steps:
                         save(step + 1)
                         checkpoints.wait()
@@ -206,6 +211,22 @@ class Training:
             )
             plot_curves(writer.path, self.run_dir.file("curves.png"))
         return metrics["em"]
+
+    def check_skipped(self, metrics: Mapping[str, float], record: StepRecord) -> None:
+        """Keeps the batch of an update that was skipped for a NaN; gives up after `abort_after_skips` in a row."""
+        if not metrics["skipped_updates"]:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        path = self.run_dir.file("skipped") / f"step_{record.step + 1:06d}.npz"
+        if self.run_dir.writes:
+            path.parent.mkdir(exist_ok=True)
+            np.savez_compressed(path, **vars(record.trajectories))
+        if self.skipped_in_a_row >= self.run.abort_after_skips:
+            raise UserError(
+                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that was not finite, the last is kept in "
+                f"{path}; lower the learning rate or raise Run.abort_after_skips"
+            )
 
     def warm_up_evaluation(self, params: Any) -> None:
         """Compiles the evaluation's programs after a resume."""
@@ -306,14 +327,3 @@ def train(run: Run, run_dir: RunDir, progress: Progress) -> Mapping[str, Any] | 
 def _shown(metrics: Mapping[str, float]) -> dict[str, float]:
     names = {"reward": "reward", "em": "EM", "ealr": "EALR", "searches": "searches", "tokens_per_s": "tokens/s"}
     return {label: metrics[name] for name, label in names.items() if name in metrics}
-
-
-def _abort_if_broken(metrics: Mapping[str, float], record: Any, run_dir: RunDir) -> None:
-    """Keeps the batch of an update that was skipped for a NaN."""
-    if metrics["skipped_updates"] and run_dir.writes:
-        folder = run_dir.path / "skipped"
-        folder.mkdir(exist_ok=True)
-        arrays = {
-            f.name: np.asarray(getattr(record.trajectories, f.name)) for f in dataclasses.fields(record.trajectories)
-        }
-        np.savez_compressed(folder / f"step_{record.step + 1:06d}.npz", **arrays)

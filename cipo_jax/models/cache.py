@@ -89,8 +89,9 @@ class CachedContext:
             return stack.at[layer, row, :, self.place].set(new, mode="drop")
 
         cache = dataclasses.replace(cache, key=write(cache.key, k_BCKE), value=write(cache.value, v_BCKE))
+        wide = jnp.promote_types(q_BCHE.dtype, jnp.float32)
         q = (q_BCHE * jnp.asarray(E**-0.5, q_BCHE.dtype)).reshape(B, C, K, H // K, E)
-        s = jnp.einsum("bckge,bkse->bkgcs", q, cache.key[layer], preferred_element_type=jnp.float32)
+        s = jnp.einsum("bckge,bkse->bkgcs", q, cache.key[layer], preferred_element_type=wide)
         p = jax.nn.softmax(jnp.where(self.mask[:, None, None], s, -1e30), -1).astype(q.dtype)
         out = jnp.einsum("bkgcs,bkse->bckge", p, cache.value[layer])
         return out.reshape(B, C, H, E), cache

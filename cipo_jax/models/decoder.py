@@ -32,8 +32,9 @@ class Context(Protocol):
 class Decoder(nnx.Module):
     """A decoder-only transformer. The layers of one period are separate; each is stacked over the periods."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, rules: ShardingRules | None = None):
         c = self.config = config
+        self.rules = rules
         self.embedding = parameter(rngs, (c.vocab_size, c.width), ("vocab", "embed"), c, c.width**-0.5)
 
         def stack(kind: str) -> Layer:
@@ -58,7 +59,7 @@ class Decoder(nnx.Module):
             of `unstacked`, taken outside of a loop over steps, to spare slicing the weights in every step.
         """
         c = self.config
-        x = self.embedding[...][tokens_BL].astype(c.compute_dtype)
+        x = self._residual(self.embedding[...][tokens_BL].astype(c.compute_dtype))
         tables = rope_tables(positions_BL, c)
         split = [nnx.split(layer) for layer in self.layers]
         # Attention and delta layers count apart: each kind has its own stack in the cache.
@@ -67,7 +68,8 @@ class Decoder(nnx.Module):
 
         def apply(slot, weights, carry, number):
             x, cache = carry
-            return nnx.merge(split[slot][0], weights)(x, tables, context, cache, number)
+            x, cache = nnx.merge(split[slot][0], weights)(x, tables, context, cache, number)
+            return self._residual(x), cache
 
         def body(carry, xs):
             weights, period = xs
@@ -89,6 +91,9 @@ class Decoder(nnx.Module):
         x, cache = carry
         return self.norm(x), cache
 
+    def _residual(self, x_BLD):
+        return x_BLD if self.rules is None else self.rules.constrain(x_BLD, ("batch", None, None))
+
     def unstacked(self) -> list:
         """The layers' weights as one pytree per period, for `unroll`."""
         states = [nnx.split(layer)[1] for layer in self.layers]
@@ -102,14 +107,16 @@ class Decoder(nnx.Module):
     def logits(self, hidden):
         """float32 logits `[..., V]` of hidden states; for few rows only (the last token of each slot)."""
         weight = self.unembedding.astype(hidden.dtype)
-        return jax.lax.dot_general(
-            hidden, weight, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        wide = jnp.promote_types(hidden.dtype, jnp.float32)
+        return jax.lax.dot_general(hidden, weight, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=wide)
 
 
-def abstract_decoder(config: DecoderConfig) -> tuple[nnx.GraphDef, nnx.State]:
-    """The graph definition and the `ShapeDtypeStruct`s of a decoder's parameters; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+def abstract_decoder(config: DecoderConfig, rules: ShardingRules | None = None) -> tuple[nnx.GraphDef, nnx.State]:
+    """The graph definition and the `ShapeDtypeStruct`s of a decoder's parameters; nothing is allocated.
+
+    With `rules` the graph knows its mesh and keeps activations split along the batch.
+    """
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), rules)))
 
 
 def parameter_shardings(params: nnx.State, rules: ShardingRules) -> nnx.State:
@@ -127,9 +134,9 @@ def parameter_shardings(params: nnx.State, rules: ShardingRules) -> nnx.State:
 
 def init_decoder(config: DecoderConfig, seed: int, rules: ShardingRules) -> tuple[nnx.GraphDef, nnx.State]:
     """Random parameters, created sharded: no device ever holds them whole."""
-    graph, shapes = abstract_decoder(config)
+    graph, shapes = abstract_decoder(config, rules)
     shardings = parameter_shardings(shapes, rules)
-    init = jax.jit(lambda: nnx.split(Decoder(config, nnx.Rngs(seed)))[1], out_shardings=shardings)
+    init = jax.jit(lambda: nnx.split(Decoder(config, nnx.Rngs(seed), rules))[1], out_shardings=shardings)
     return graph, init()
 
 
@@ -141,6 +148,19 @@ def cast(params: nnx.State, dtype) -> nnx.State:
         return variable if variable.get_metadata().get("fixed_dtype") else variable.replace(value.astype(dtype))
 
     return nnx.from_flat_state([(path, one(v)) for path, v in nnx.to_flat_state(params)])
+
+
+def reshard(params: nnx.State, rules: ShardingRules, dtype=None) -> nnx.State:
+    """A copy of `params` laid out by another table, in another dtype if given: from training to generation.
+
+    The cast comes first, so a bf16 copy of float32 parameters moves half the bytes.
+    """
+    shardings = parameter_shardings(params, rules)
+
+    def copy(params):
+        return jax.tree.map(jnp.copy, params) if dtype is None else cast(params, dtype)
+
+    return jax.jit(copy, out_shardings=shardings)(params)
 
 
 def parameter_count(params) -> int:

@@ -103,7 +103,7 @@ def load_decoder(
         config = dataclasses.replace(config, **overrides)
     table = list(tensors(config))
     check_names(checkpoint, config, table)
-    graph, shapes = abstract_decoder(config)
+    graph, shapes = abstract_decoder(config, rules)
     slots = sources(table)
     flat, placed, size = nnx.to_flat_state(shapes), [], 0
     shardings = dict(nnx.to_flat_state(parameter_shardings(shapes, rules)))

@@ -12,7 +12,7 @@ from flax import nnx
 
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.delta import l2_normalised
-from cipo_jax.models.layers import normalised, parameter, dense, trailing
+from cipo_jax.models.layers import dense, normalised, parameter, trailing
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,7 @@ import difflib
 import importlib
 import inspect
 import io
+import logging
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,10 +80,14 @@ def parse(files: Sequence[str], bindings: Sequence[str] = ()) -> None:
     search = ["", *(str(Path(file).parent) for file in files), str(REPOSITORY), str(CONFIGS)]
     gin.config._LOCATION_PREFIXES[:] = search
     _Check(search, absent).run(files, bindings)
+    silenced = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # gin logs an error for every place where an include is not
     try:
         gin.parse_config_files_and_bindings(list(files), list(bindings), skip_unknown=False)
     except Exception as error:  # a kind of mistake that the check above does not know
         raise UserError(f"The gin configuration cannot be used: {' '.join(str(error).split())}") from error
+    finally:
+        logging.disable(silenced)
 
 
 def config_text() -> str:

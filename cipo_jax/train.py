@@ -17,10 +17,7 @@ from cipo_jax.training.run_dir import open_run_dir
 
 
 def main(run_dir: Path) -> None:
-    run = Run()
-    run.check(run.mesh())
-    with open_run_dir(run_dir, may_change=("Progress.*",)) as opened:
-        train(run, opened, Progress())
+    train(Run(), lambda: open_run_dir(run_dir, may_change=("Progress.*",)), Progress())
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ from cipo_jax.training.step import Method, Stepper, StepRecord
 from cipo_jax.training.task import Task
 from cipo_jax.training.warm_start import WarmStartConfig, supervised_learner, warm_start
 
+WALL = "wall_s"  # file with the seconds spent so far
+
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
@@ -77,27 +79,52 @@ class Run:
             if size % shards:
                 raise UserError(f"{name}={size} does not divide over {shards} data shards; use a multiple of {shards}")
 
+    def check_prompts(self, task: Task) -> None:
+        """Raises UserError for a question whose prompt is too long for the rollout."""
+        limit = self.rollout.prompt_tokens
+        for question in (*task.train, *task.validation, *(q for part in task.reported.values() for q in part)):
+            tokens = len(task.protocol.prompt_ids(question.question))
+            if tokens > limit:
+                raise UserError(
+                    f"the prompt of question {question.id!r} has {tokens} tokens, more than RolloutConfig.prompt_tokens="
+                    f"{limit}; raise that to at least {tokens} or drop the question"
+                )
+
 
 class Training:
-    """A run in progress: everything it needs, and its phases as methods."""
+    """A run in progress: everything it needs, and its phases as methods.
 
-    def __init__(self, run: Run, run_dir: RunDir, progress: Progress, compiles: CompileCounter):
-        self.run, self.run_dir, self.progress, self.compiles = run, run_dir, progress, compiles
+    Whatever is wrong with the configuration or the data shows when it is made. `open` comes after it, so that an
+    experiment that cannot run leaves no directory behind.
+    """
+
+    run_dir: RunDir
+
+    def __init__(self, run: Run, progress: Progress, compiles: CompileCounter):
+        self.run, self.progress, self.compiles = run, progress, compiles
         self.warm, self.skipped_in_a_row, self.selected = False, 0, 0
         device_mesh = run.mesh()
         run.check(device_mesh)
         self.began = time.monotonic()
         self.task = run.task()
+        run.check_prompts(self.task)
         self.policy = Policy(run.decoder, device_mesh)
         self.stepper = Stepper(run.method, self.policy, self.task, run.rollout, run.seed)
         self.evaluator = Evaluator(self.stepper.rollout, run.eval_batch)
+
+    def open(self, run_dir: RunDir) -> None:
+        """Takes the directory that everything is written to, and says what will run."""
+        self.run_dir = run_dir
+        path = run_dir.file(WALL)
+        self.earlier_s = float(path.read_text()) if path.exists() else 0.0
+        run, device_mesh = self.run, self.policy.rules.mesh
         devices = device_mesh.devices.ravel()
         shape = " x ".join(f"{name} {size}" for name, size in device_mesh.shape.items())
-        progress.say(
+        self.progress.say(
             f"{run.method.name}: {self.policy.size / 1e6:.2f} M parameters, {run.decoder.depth} layers, vocabulary "
             f"{run.decoder.vocab_size}, on {len(devices)} {devices[0].platform} device(s), mesh {shape}"
         )
-        progress.say(
+        self.progress.say(
             f"{len(self.task.train)} training, {len(self.task.validation)} validation, "
             f"{sum(map(len, self.task.reported.values()))} reported questions; run directory {run_dir.path}"
         )
@@ -155,6 +182,7 @@ class Training:
                     settle()
                     meta = {"metrics_position": writer.sync(), "questions": batches.fingerprint}
                     checkpoints.save(step, state, meta, score=score)
+                    self.save_seconds()
 
                 if continued:
                     self.warm_up_evaluation(state.params)
@@ -231,6 +259,7 @@ class Training:
     def warm_up_evaluation(self, params: Any) -> None:
         """Compiles the evaluation's programs after a resume."""
         self.stepper.evidence(params, self.evaluator(params, self.task.validation[:1])[1])
+        self.stepper.environment.take_counts()  # these searches are no step's
 
     def report(self, reference: Any, params: Any) -> dict[str, Any]:
         """Opens the reported questions, once: before and after, scripted ceiling and floor, closed book."""
@@ -263,7 +292,7 @@ class Training:
             steps=self.run.steps,
             wall_s=round(self.seconds(), 1),
             params=self.policy.size,
-            compiles_after_warmup=self.compiles.since_mark,
+            compiles_after_warmup=self.compiles.since_mark if self.warm else 0,
             before=before[headline],
             after=after[headline],
             selected_step=self.selected,
@@ -298,26 +327,35 @@ class Training:
 
     def seconds(self) -> float:
         """Wall time of this run, earlier parts included."""
-        path = self.run_dir.file("wall_s")
-        earlier = float(path.read_text()) if path.exists() else 0.0
-        return earlier + time.monotonic() - self.began
+        return self.earlier_s + time.monotonic() - self.began
+
+    def save_seconds(self) -> None:
+        """Keeps the wall time for a later part of the run."""
+        self.run_dir.write(WALL, f"{self.seconds():.1f}\n")
 
 
-def train(run: Run, run_dir: RunDir, progress: Progress) -> Mapping[str, Any] | None:
+def train(run: Run, open_dir: Callable[[], RunDir], progress: Progress) -> Mapping[str, Any] | None:
     """Runs or continues an experiment.
+
+    Args:
+      run: the experiment.
+      open_dir: opens its directory; called once everything else that the user may have to mend has been checked.
+      progress: what a person sees.
 
     Returns:
       The summary; None when it was stopped by SIGTERM (everything is saved then).
     """
     with CompileCounter() as compiles, StopSignal() as stop:
-        training = Training(run, run_dir, progress, compiles)
-        try:
-            reference = training.warm_start(stop)
-            params = None if reference is None else training.reinforce(reference, stop)
-            summary = None if params is None else training.report(reference, params)
-        finally:
-            run_dir.write("wall_s", f"{training.seconds():.1f}\n")
-    run_dir.save_operative_config()
+        training = Training(run, progress, compiles)
+        with open_dir() as run_dir:
+            training.open(run_dir)
+            try:
+                reference = training.warm_start(stop)
+                params = None if reference is None else training.reinforce(reference, stop)
+                summary = None if params is None else training.report(reference, params)
+            finally:
+                training.save_seconds()
+            run_dir.save_operative_config()
     if summary is not None:
         for name in ("summary.json", "metrics.jsonl", "curves.png", "samples", "checkpoints"):
             progress.say(f"  {run_dir.file(name)}")

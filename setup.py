@@ -34,6 +34,7 @@ setup(
         "orbax-checkpoint>=0.12",
         "rich>=13.7",
         "safetensors>=0.5",
+        "scipy>=1.13",
         "tensorstore>=0.1.84",
         # Tokenizers, chat templates and configs only: cipo_jax never imports torch.
         "transformers>=5.0",

@@ -80,8 +80,8 @@ class GatedDelta(nnx.Module):
         self.key_conv = parameter(rngs, (taps, K, E), tap_axes, c, taps**-0.5)
         self.value_conv = parameter(rngs, (taps, H, V), tap_axes, c, taps**-0.5)
         # The decay is an exponential of an exponential: float32 whatever the rest of the model is kept in.
-        self.log_rate = parameter(rngs, (H,), ("heads",), c, _log_uniform, dtype="float32")
-        self.step_bias = parameter(rngs, (H,), ("heads",), c, dtype="float32")
+        self.A_log = parameter(rngs, (H,), ("heads",), c, _log_uniform, dtype="float32")
+        self.dt_bias = parameter(rngs, (H,), ("heads",), c, dtype="float32")
         self.norm = parameter(rngs, (V,), ("norm",), c, dtype="float32")
         out_std = (H * V) ** -0.5 / math.sqrt(2 * c.depth)
         self.out = parameter(rngs, (H, V, c.width), ("heads", "head_dim", "embed"), c, out_std)
@@ -91,11 +91,11 @@ class GatedDelta(nnx.Module):
         dtype = x_BLD.dtype
         step, beta = (x_BLD @ w[...].astype(dtype) for w in (self.decay, self.beta))
         step = step.astype(jnp.promote_types(dtype, jnp.float32))
-        rate = jnp.exp(trailing(self.log_rate[...], step))
+        rate = jnp.exp(trailing(self.A_log[...], step))
         inputs = DeltaInputs(
             (dense(x_BLD, self.query), dense(x_BLD, self.key), dense(x_BLD, self.value)),
             (self.query_conv[...], self.key_conv[...], self.value_conv[...]),
-            -rate * jax.nn.softplus(step + trailing(self.step_bias[...], step)),
+            -rate * jax.nn.softplus(step + trailing(self.dt_bias[...], step)),
             jax.nn.sigmoid(beta.astype(step.dtype)),
         )
         out_BLHV, cache = context.delta(inputs, cache, layer)

@@ -133,8 +133,8 @@ def _delta(c: DecoderConfig):
     yield "linear_attn.in_proj_z", (H * V, D), [(("mixer", "gate"), _heads_out(H, V))]
     yield "linear_attn.in_proj_b", (H, D), [(("mixer", "beta"), _transposed)]
     yield "linear_attn.in_proj_a", (H, D), [(("mixer", "decay"), _transposed)]
-    yield "linear_attn.A_log", (H,), [(("mixer", "log_rate"), _same)]
-    yield "linear_attn.dt_bias", (H,), [(("mixer", "step_bias"), _same)]
+    yield "linear_attn.A_log", (H,), [(("mixer", "A_log"), _same)]
+    yield "linear_attn.dt_bias", (H,), [(("mixer", "dt_bias"), _same)]
     yield "linear_attn.norm", (V,), [(("mixer", "norm"), _same)]
     yield "linear_attn.out_proj", (D, H * V), [(("mixer", "out"), _heads_in(H, V))]
 

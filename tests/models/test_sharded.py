@@ -124,7 +124,7 @@ def test_bf16_copy_keeps_float32_decay():
     copy = reshard(params, ShardingRules(rules.mesh, GENERATION_RULES), jnp.bfloat16)
     mixer = copy["layers"][0]["mixer"]
     assert mixer["query"].get_value().dtype == jnp.bfloat16
-    assert mixer["log_rate"].get_value().dtype == jnp.float32
+    assert mixer["A_log"].get_value().dtype == jnp.float32
 
 
 def test_what_does_not_divide_is_refused_naming_the_tensor():

@@ -203,7 +203,7 @@ def test_cast_keeps_what_must_stay_float32(tmp_path):
     config = decoder_config(HYBRID)
     _, params = init_decoder(config, 0, decoding.one_device())
     dtypes = {path[-1]: v.get_value().dtype for path, v in nnx.to_flat_state(cast(params, jnp.bfloat16))}
-    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {"log_rate", "step_bias", "norm"}
+    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {"A_log", "dt_bias", "norm"}
 
 
 def test_a_fresh_export_carries_its_dtype_and_generation_settings(tmp_path):

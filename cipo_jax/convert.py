@@ -81,10 +81,12 @@ def _lossless(opened) -> str:
 
 def _show(opened, config, target: Path, files: dict[str, str], rows: int) -> None:
     written, console = SafetensorsCheckpoint(target), Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a log file has no edge to wrap at
     origin = opened.folder if opened else "a checkpoint"
     table = Table(title=f"{origin} ({model_type(config)}) to {target}")
     for column in ("tensor", "from", "to", "shape", "file"):
-        table.add_column(column, overflow="fold", no_wrap=column == "tensor")
+        table.add_column(column, overflow="fold")
     names = list(written.stored)
     shown = names if not rows or len(names) <= rows else [*names[: rows - 10], None, *names[-9:]]
     for name in shown:

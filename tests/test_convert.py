@@ -18,7 +18,7 @@ from cipo_jax.models.weights import load_decoder
 from cipo_jax.training.checkpoints import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "models"))
-import random_checkpoints as checkpoints  # noqa: E402
+import random_checkpoints as checkpoints
 
 # Sizes that divide over eight devices.
 HF = checkpoints.CONFIGS["qwen3_v5"] | {"vocab_size": 64}

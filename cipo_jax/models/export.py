@@ -20,10 +20,10 @@ from cipo_jax.models.weights import VOCABULARY, Checkpoint
 
 SHARD_BYTES = 5 * 10**9
 # Beside the weights: configuration, tokenizer and chat template, copied as they are.
-SIDE_FILES = (
+_SIDE_FILES = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json merges.txt tokenizer.model chat_template.jinja chat_template.json preprocessor_config.json "
-    "video_preprocessor_config.json processor_config.json".split()
+    "video_preprocessor_config.json processor_config.json"
 )
 
 
@@ -131,7 +131,7 @@ def _layer(array, period: int):
 
 def _side_files(folder: Path, config, plan, files, tokenizer, generation, dtype) -> None:
     if files is not None:
-        for name in SIDE_FILES:
+        for name in _SIDE_FILES.split():
             if (files.folder / name).exists():
                 shutil.copyfile(files.folder / name, folder / name)
         if dtype is not None:

@@ -21,7 +21,7 @@ ARCHITECTURES = {
 MULTIMODAL = {"qwen3_5"}  # the decoder's settings sit in `text_config`
 
 # Training, generation, bookkeeping, image and speculative-decoding settings, and sizes that only bound positions.
-_NEUTRAL = set(
+_NEUTRAL = (
     "_name_or_path architectures attention_dropout attn_implementation _attn_implementation auto_map bos_token_id "
     "chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id do_sample dtype eos_token_id "
     "finetuning_task forced_bos_token_id forced_eos_token_id id2label initializer_range label2id language_model_only "
@@ -32,15 +32,16 @@ _NEUTRAL = set(
     "use_cache use_return_dict bad_words_ids begin_suppress_tokens suppress_tokens is_decoder is_encoder_decoder "
     "is_llama_config rope_interleaved repetition_penalty length_penalty no_repeat_ngram_size num_return_sequences "
     "early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty diversity_penalty num_beam_groups "
-    "remove_invalid_values return_dict_in_generate tie_encoder_decoder".split()
+    "remove_invalid_values return_dict_in_generate tie_encoder_decoder"
 )
-_READ = set(
+_READ = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
     "tie_word_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor hidden_act "
     "attention_bias mlp_bias use_sliding_window sliding_window layer_types full_attention_interval attn_output_gate "
     "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
-    "quantization_config mlp_only_layers".split()
+    "quantization_config mlp_only_layers"
 )
+_KNOWN = {*_NEUTRAL.split(), *_READ.split()}
 _ROPE_NEUTRAL = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -96,7 +97,7 @@ def decoder_config(hf: Mapping[str, Any], ignore: Collection[str] = (), **overri
         return text[field]
 
     for field, value in text.items():
-        if field not in _NEUTRAL | _READ and field not in ignore and value not in (None, False, [], {}, ""):
+        if field not in _KNOWN and field not in ignore and value not in (None, False, [], {}, ""):
             refuse(field, "is unknown here and might change the computation; pass it in `ignore` if it does not.")
     if text.get("quantization_config"):
         refuse("quantization_config", "means quantised weights; use the bf16 checkpoint, or a GGUF file.")

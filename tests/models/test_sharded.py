@@ -98,7 +98,7 @@ def test_logits_and_gradients_equal_one_device(single, shape):
 
 
 def test_generation_table_decodes_the_same(single):
-    config, alone, (_, want) = single
+    config, _, (_, want) = single
     rules = ShardingRules(mesh(fsdp=2, tensor=4))
     graph, params = init_decoder(config, 0, rules)
     generation = ShardingRules(rules.mesh, GENERATION_RULES)

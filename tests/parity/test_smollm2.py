@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from smollm2 import smollm2
 from flax import nnx
+from smollm2 import smollm2
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

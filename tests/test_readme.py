@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cipo_jax import config
 from cipo_jax.data.questions import Question
+from cipo_jax.errors import UserError
 from cipo_jax.learning.batch import UpdateBatch
 from cipo_jax.protocols.base import INVALID_ACTION, RETRIEVAL_FAILED, Action, ActionKind
 from cipo_jax.retrieval.corpus import ListCorpus
@@ -197,6 +198,13 @@ def test_commands_parse(command, clean_gin):
         assert config.describe(given["--gin_names"][0])
     else:
         config.parse(given.get("--gin_file", []), given.get("--gin_binding", []))
+
+
+def test_mistakes_are_told_as_shown(clean_gin):
+    (shown,) = re.findall(r"^error: (--gin_binding '(.+?)'.*)$", README, re.MULTILINE)
+    with pytest.raises(UserError) as raised:
+        config.parse(["configs/quickstart.gin"], [shown[1]])
+    assert str(raised.value) == shown[0]
 
 
 def test_the_two_commands_come_first():

@@ -1,8 +1,9 @@
 """Compiles an experiment's rollout, scoring and update for a TPU topology that need not be here, and tells whether they fit.
 
     pip install libtpu
-    python -m cipo_jax.plan --topology=v5e:4x4 --gin_file=models/qwen2_5_3b.gin --gin_file=methods/cipo.gin \
-        --gin_binding='mesh.tensor = 2'
+    python -m cipo_jax.plan --topology=v5e:4x4 --gin_file=experiment.gin
+
+where the file is one that `cipo_jax.train` takes, or binds `Plan.decoder` and what else of `Plan` it needs.
 
 The programs are the ones that training runs, with their real shapes; only weights, questions and the tokenizer are
 stand-ins. Every number is per device.
@@ -29,6 +30,7 @@ from cipo_jax.distributed.compiled import HBM, Cost, bytes_per_device, compile_c
 from cipo_jax.distributed.mesh import data_shards, mesh
 from cipo_jax.errors import UserError
 from cipo_jax.learning.batch import UpdateBatch
+from cipo_jax.models.attention import Visibility
 from cipo_jax.models.cache import KVCache
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import abstract_decoder, parameter_shardings
@@ -36,7 +38,7 @@ from cipo_jax.rollout.engine import Rollout, RolloutConfig
 from cipo_jax.rollout.environment import Environment
 from cipo_jax.rollout.sampling import Sampling
 from cipo_jax.scoring.packing import CopyStream
-from cipo_jax.models.attention import Visibility
+from cipo_jax.training.loop import Run
 from cipo_jax.training.policy import Learner, Policy
 from cipo_jax.training.step import Method
 
@@ -70,7 +72,7 @@ class Plan:
     """What to compile.
 
     Attributes:
-      decoder: the policy's shape.
+      decoder: the policy's shape; None takes decoder, rollout, method and mesh from the experiment's `Run`.
       rollout: sizes of trajectories.
       method: batch sizes, objective and optimiser.
       mesh: builds the device mesh; called with `devices`.
@@ -78,7 +80,7 @@ class Plan:
       headroom: the fraction of the memory that is to stay free.
     """
 
-    decoder: DecoderConfig = gin.REQUIRED
+    decoder: DecoderConfig | None = None
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     method: Method = dataclasses.field(default_factory=Method)
     mesh: Callable[..., Mesh] = mesh
@@ -102,7 +104,9 @@ class Programs:
         self.rows = m.questions * m.samples
         shards = data_shards(self.mesh)
         if m.questions % shards:
-            raise UserError(f"Method.questions={m.questions} does not divide over {shards} data shards; use a multiple.")
+            raise UserError(
+                f"Method.questions={m.questions} does not divide over {shards} data shards; use a multiple."
+            )
         per_update = -(-self.rows // m.minibatches)
         self.micro = m.microbatches, -(-per_update // (m.microbatches * shards)) * shards
         self.length = c.total_tokens
@@ -200,7 +204,9 @@ def flops(config: DecoderConfig, size: int, tokens: int, context: float) -> floa
     """Matmul FLOPs of a forward over `tokens` tokens that each see `context` earlier ones on average."""
     dense = 2.0 * size * tokens
     attention = 4.0 * config.attention_layers * config.heads * config.head_dim * context * tokens
-    delta = 6.0 * config.delta_layers * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim * tokens
+    delta = (
+        6.0 * config.delta_layers * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim * tokens
+    )
     return dense + attention + delta
 
 
@@ -231,6 +237,9 @@ def main() -> int:
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     devices = topology_devices(name) if name else jax.devices()
     plan = Plan()
+    if plan.decoder is None:
+        run = Run()
+        plan = dataclasses.replace(plan, decoder=run.decoder, rollout=run.rollout, method=run.method, mesh=run.mesh)
     phases = make_plan(plan, devices)
     limit = HBM.get(devices[0].device_kind)
     return 1 if limit and any(p.cost.error or p.peak > (1 - plan.headroom) * limit for p in phases) else 0
@@ -264,10 +273,23 @@ def _show(programs: Programs, sizes: dict[str, int], phases: list[Phase]) -> Non
     work = {
         "rollout": forward * tokens,
         "scoring": forward * 2 * programs.micro[1] * programs.length,
-        "update": (4 if plan.decoder.remat_policy == "full" else 3) * forward * np.prod(programs.micro) * programs.length,
+        "update": (4 if plan.decoder.remat_policy == "full" else 3)
+        * forward
+        * np.prod(programs.micro)
+        * programs.length,
     }
     table = Table(title="phases, GiB per device")
-    for column in ("phase", "arguments", "results", "activations, temporaries", "resident", "peak", "of", "TFLOP", "moved"):
+    for column in (
+        "phase",
+        "arguments",
+        "results",
+        "activations, temporaries",
+        "resident",
+        "peak",
+        "of",
+        "TFLOP",
+        "moved",
+    ):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for phase in phases:
         c = phase.cost
@@ -280,7 +302,9 @@ def _show(programs: Programs, sizes: dict[str, int], phases: list[Phase]) -> Non
         if phase.cost.error:
             console.print(f"{phase.name} does not fit ({phase.cost.error}): {_MEND[phase.name]}")
         elif limit and phase.peak > (1 - plan.headroom) * limit:
-            console.print(f"{phase.name} does not fit ({phase.peak / gib:.1f} of {limit / gib:.1f}): {_MEND[phase.name]}")
+            console.print(
+                f"{phase.name} does not fit ({phase.peak / gib:.1f} of {limit / gib:.1f}): {_MEND[phase.name]}"
+            )
         elif limit:
             console.print(f"{phase.name} fits")
 

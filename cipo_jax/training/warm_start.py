@@ -1,6 +1,7 @@
 """Supervised training on demonstrations, loss on action tokens only."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,8 +51,12 @@ class Batches:
 
     A batch depends on the records, the seed and its number alone.
 
+    Attributes:
+      total: updates of all phases.
+      fingerprint: a hash of all records in order; a checkpoint keeps it to refuse other demonstrations on resume.
+
     Raises:
-      UserError: a demonstration is longer than the longest length.
+      UserError: a demonstration is longer than the longest length, or a phase has none to learn.
     """
 
     def __init__(self, phases: Sequence[Sequence[TokenRecord]], config: WarmStartConfig):
@@ -62,12 +67,19 @@ class Batches:
                 f"WarmStartConfig.steps={tuple(config.steps)} names {len(config.steps)} phases, the demonstrations have "
                 f"{len(phases)}; give one number per phase"
             )
+        for number, (steps, phase) in enumerate(zip(config.steps, phases)):
+            if steps and not phase:
+                raise UserError(
+                    f"WarmStartConfig.steps={tuple(config.steps)} wants {steps} updates on phase {number}, which has no "
+                    "demonstration; write some or set its number to 0"
+                )
         longest = max((len(r) for phase in phases for r in phase), default=0)
         if longest > max(config.lengths):
             raise UserError(
                 f"a demonstration has {longest} tokens, more than WarmStartConfig.lengths={tuple(config.lengths)}; add "
                 f"a length of at least {longest}"
             )
+        self.fingerprint = _fingerprint(phases)
         self._orders = [self._order(number, phase) for number, phase in enumerate(phases)]
 
     def _order(self, number: int, phase: Sequence[TokenRecord]) -> list[np.ndarray]:
@@ -131,7 +143,7 @@ def warm_start(
     Args:
       policy: the decoder.
       learner: supervised objective and optimiser, see `supervised_learner`.
-      phases: demonstrations, phase by phase.
+      phases: demonstrations, phase by phase; none are needed where the last checkpoint is that of the last update.
       protocol: encodes them.
       config: the options.
       seed: of the random parameters.
@@ -141,16 +153,26 @@ def warm_start(
 
     Returns:
       The state after the last update; None when it was stopped (the state is saved then).
+
+    Raises:
+      UserError: see `Batches`; or the checkpoint was taught by other demonstrations.
     """
     progress = progress or Progress(quiet=True)
     state = learner.init(policy.init(seed))
     done = checkpoints.latest_step if checkpoints is not None else None
+    meta = {}
     if done is not None:
-        state, _ = checkpoints.restore(abstract_like(state), done)
-    if done == sum(config.steps):
+        state, meta = checkpoints.restore(abstract_like(state), done)
+    if done == sum(config.steps) and not phases:
         return state
     records = [[encode_demonstration(d, protocol, config.observation_tokens) for d in phase] for phase in phases]
     batches = Batches(records, config)
+    if done is not None and meta.get("demonstrations") != batches.fingerprint:
+        raise UserError(
+            f"{checkpoints.directory} was taught by other demonstrations; choose another --run_dir or remove that folder"
+        )
+    if done == batches.total:
+        return state
     pending = None
     with progress.phase("warm start", batches.total, done or 0) as phase:
         for step in range(done or 0, batches.total):
@@ -161,7 +183,7 @@ def warm_start(
             stopping = stop is not None and stop.requested()
             last = step + 1 == batches.total
             if checkpoints is not None and (last or stopping or (step + 1) % config.checkpoint_every == 0):
-                checkpoints.save(step + 1, state, {})
+                checkpoints.save(step + 1, state, {"demonstrations": batches.fingerprint})
             if stopping and not last:
                 checkpoints.wait()
                 return None
@@ -173,3 +195,12 @@ def warm_start(
 def supervised_learner(policy: Policy, config: WarmStartConfig) -> Learner:
     """The learner of the warm start."""
     return Learner(policy, SupervisedObjective(), config.optimizer())
+
+
+def _fingerprint(phases: Sequence[Sequence[TokenRecord]]) -> str:
+    """SHA-256 (hex) over the tokens and roles of all records, in order."""
+    digest = hashlib.sha256()
+    for number, phase in enumerate(phases):
+        for record in phase:
+            digest.update(np.asarray([number, len(record), *record.ids, *record.roles], np.int64).tobytes())
+    return digest.hexdigest()

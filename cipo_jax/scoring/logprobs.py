@@ -12,11 +12,16 @@ import jax.numpy as jnp
 TOKENS_PER_BLOCK = 2048
 
 
+def _wide(x):
+    """The dtype of logits and of all sums over them: float32, or wider."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 def _block(hidden_BLD, weight_VD, target_BL, temperature, at, columns):
     """Logits / temperature, their log-sum-exp and the targets of columns `[at, at + columns)`."""
     h = jax.lax.dynamic_slice_in_dim(hidden_BLD, at, columns, 1)
     t = jax.lax.dynamic_slice_in_dim(target_BL, at, columns, 1)
-    z = jnp.einsum("bcd,vd->bcv", h, weight_VD.astype(h.dtype), preferred_element_type=jnp.float32) / temperature
+    z = jnp.einsum("bcd,vd->bcv", h, weight_VD.astype(h.dtype), preferred_element_type=_wide(h)) / temperature
     return h, t, z, jax.nn.logsumexp(z, -1)
 
 
@@ -32,7 +37,7 @@ def _sorted_forward(hidden, weight, target, blocks, temperature, columns):
         entropy = lse - (jnp.exp(z - lse[..., None]) * z).sum(-1)
         return tuple(jax.lax.dynamic_update_slice_in_dim(o, x, i * columns, 1) for o, x in zip(out, (logprob, entropy)))
 
-    zero = jnp.zeros(target.shape, jnp.float32)
+    zero = jnp.zeros(target.shape, _wide(hidden))
     out = jax.lax.fori_loop(0, blocks, body, (zero, zero))
     return out, (hidden, weight, target, blocks, temperature)
 
@@ -49,13 +54,13 @@ def _sorted_backward(columns, residuals, cotangents):
         entropy = -(p * logp).sum(-1, keepdims=True)
         g_l = jax.lax.dynamic_slice_in_dim(g_logprob, i * columns, columns, 1)[..., None]
         g_h = jax.lax.dynamic_slice_in_dim(g_entropy, i * columns, columns, 1)[..., None]
-        hot = jax.nn.one_hot(t, z.shape[-1], dtype=jnp.float32)
+        hot = jax.nn.one_hot(t, z.shape[-1], dtype=z.dtype)
         d_z = (g_l * (hot - p) - g_h * p * (logp + entropy)) / temperature
-        d_z, h_flat = d_z.reshape(-1, z.shape[-1]), h.reshape(-1, h.shape[-1]).astype(jnp.float32)
-        d_h = (d_z @ weight.astype(jnp.float32)).reshape(h.shape).astype(hidden.dtype)
+        d_z, h_flat = d_z.reshape(-1, z.shape[-1]), h.reshape(-1, h.shape[-1]).astype(z.dtype)
+        d_h = (d_z @ weight.astype(z.dtype)).reshape(h.shape).astype(hidden.dtype)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * columns, 1), d_weight + d_z.T @ h_flat
 
-    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, jnp.float32))
+    start = (jnp.zeros_like(hidden), jnp.zeros(weight.shape, _wide(hidden)))
     d_hidden, d_weight = jax.lax.fori_loop(0, blocks, body, start)
     return d_hidden, d_weight.astype(weight.dtype), None, None, None
 
@@ -86,6 +91,6 @@ def token_logprobs(hidden_BLD, weight_VD, target_BL, active_BL, temperature=1.0)
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     target = jnp.pad(target, ((0, 0), (0, padding)))
     blocks = -(-jnp.max(active_BL.sum(1)) // columns)
-    temperature = jnp.asarray(temperature, jnp.float32)
+    temperature = jnp.asarray(temperature, _wide(hidden))
     out = _sorted_logprobs(hidden, weight_VD, target, blocks, temperature, columns)
     return tuple(jnp.where(active_BL, jnp.take_along_axis(x[:, :L], back, 1), 0.0) for x in out)

@@ -1,6 +1,5 @@
 """Log-probs of trajectories, seen and counterfactual, in one forward."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -25,7 +24,16 @@ class Scorer:
     def __init__(self, graph: nnx.GraphDef, block: int = 256):
         self.graph, self.block = graph, block
 
-    def __call__(self, params, tokens_BL, length_B, active_BL, temperature=1.0, copies: CopyStream | None = None):
+    def __call__(
+        self,
+        params,
+        tokens_BL,
+        length_B,
+        active_BL,
+        temperature=1.0,
+        copies: CopyStream | None = None,
+        start_BL=None,
+    ):
         """Scores the visible trajectories, and `copies` of their tokens in the same pass.
 
         Args:
@@ -34,15 +42,16 @@ class Scorer:
           active_BL: bool, tokens whose log-prob is wanted.
           temperature: logits are divided by it.
           copies: the counterfactual stream, or None.
+          start_BL: int32, the first place of each token's document where rows hold several; None for one a row.
 
         Returns:
-          `(logprob_BL, entropy_BL)` float32, at the token they belong to and 0 where not active; with `copies`, a third
-          value `[B, L]`: the counterfactual log-prob of every token that one of the copies targets, and the visible one of
-          every other, so that their difference is exactly 0 where nothing was hidden.
+          `(logprob_BL, entropy_BL)` float32, at the token they belong to and 0 where not active; with `copies` `[B, C]`, a
+          third value `[B, C]`: the log-prob of each place's target, 0 where it has none.
         """
         B, L = tokens_BL.shape
-        positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[None], (B, L))
-        visibility = Visibility.causal(positions < length_B[:, None])
+        index = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[None], (B, L))
+        visibility = Visibility.causal(index < length_B[:, None], start_BL)
+        positions = index if start_BL is None else index - start_BL
         tokens, target = tokens_BL, jnp.pad(tokens_BL[:, 1:], ((0, 0), (0, 1)))
         active = jnp.pad(active_BL[:, 1:], ((0, 0), (0, 1)))
         if copies is not None:
@@ -53,16 +62,7 @@ class Scorer:
             active = jnp.concatenate([active, copies.target >= 0], 1)
             visibility = visibility.concatenate(copies.visibility)
         model = nnx.merge(self.graph, params)
-        hidden, _ = model(tokens, positions, PackedContext(visibility, self.block))
+        hidden, _ = model(tokens, positions, PackedContext(visibility, self.block, L))
         logprob, entropy = token_logprobs(hidden, model.unembedding, target, active, temperature)
         visible = shifted(logprob[:, :L]), shifted(entropy[:, :L])
-        if copies is None:
-            return visible
-        row = jnp.arange(B)[:, None]
-        wanted = jnp.where(copies.target >= 0, copies.target, L)
-        return *visible, visible[0].at[row, wanted].set(logprob[:, L:], mode="drop")
-
-
-def jit_scorer(scorer: Scorer, sharding=None):
-    """`scorer` compiled, its results split like the batch."""
-    return jax.jit(scorer.__call__, out_shardings=sharding)
+        return visible if copies is None else (*visible, logprob[:, L:])

@@ -9,6 +9,7 @@ README = Path(__file__).parent / "README.md"
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 BM25 = ["bm25s>=0.2.6"]
 GGUF = ["gguf>=0.17"]
+PARQUET = ["pyarrow>=17"]
 
 setup(
     name="cipo_jax",
@@ -43,6 +44,7 @@ setup(
         "serve": SERVE,
         "bm25": BM25,
         "gguf": GGUF,
+        "parquet": PARQUET,
         "tensorboard": ["tensorboardX>=2.6"],
         "wandb": ["wandb>=0.19"],
         "test": [
@@ -55,6 +57,7 @@ setup(
             *SERVE,
             *BM25,
             *GGUF,
+            *PARQUET,
         ],
         # Live comparison with transformers' own models. Install the torch build you want first (a CPU one will do).
         "parity": ["torch>=2.4"],

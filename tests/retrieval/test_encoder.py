@@ -93,13 +93,3 @@ def test_bad_settings_are_user_errors(tiny_encoder, tmp_path):
         BertEmbedder(str(tiny_encoder), EncoderSpec(max_tokens=24), dtype="int8")
     with pytest.raises(UserError, match=r"config\.json"):
         BertEmbedder(str(tmp_path))
-
-
-def test_minilm_knows_meaning(minilm):
-    real = BertEmbedder(str(minilm), max_devices=1)
-    passages = ["Paris is the capital of France.", "A cat sleeps on the sofa.", "Mount Everest is 8,849 m high."]
-    queries = ["which city governs the French", "kitten resting on furniture", "tallest mountain elevation"]
-    scores = real.embed_queries(queries) @ real.embed_passages(passages).T
-    assert scores.argmax(-1).tolist() == [0, 1, 2]
-    # transformers 5.24 with torch 2.13 in float32 says:
-    np.testing.assert_allclose(scores[0], [0.73273945, 0.02339424, -0.07430001], atol=1e-5)

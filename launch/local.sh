@@ -8,7 +8,7 @@ Usage: launch/local.sh N [--devices_per_process=D] MODULE [ARGUMENT ...]
 Starts N processes of `python -m MODULE ARGUMENT ...` that form one JAX program, with D simulated CPU devices each
 (default 1). Use it to try a multi-host run on one machine.
 
-  launch/local.sh 2 --devices_per_process=4 cipo_jax.train --gin_file=configs/quickstart.gin --run_dir=runs/two
+  launch/local.sh 2 --devices_per_process=2 cipo_jax.train --gin_file=configs/quickstart.gin --run_dir=runs/two
 
 Every line of output starts with its process's number. SIGTERM and SIGINT (Ctrl-C) go to all processes. When one
 process fails, the others get GRACE_S seconds to end and are then stopped. The exit code is the worst of all.

@@ -54,7 +54,6 @@ class Run:
       sample_count: trajectories written for people at each evaluation.
       mesh: builds the device mesh.
       abort_after_skips: steps in a row with a loss or gradient that is not finite after which the run gives up.
-      mirrors: further receivers of metrics (TensorBoard, Weights & Biases).
     """
 
     task: Callable[[], Task] = gin.REQUIRED
@@ -69,7 +68,6 @@ class Run:
     sample_count: int = 6
     mesh: Callable[[], Mesh] = mesh
     abort_after_skips: int = 5
-    mirrors: Any = ()
 
     def check(self, device_mesh: Mesh) -> None:
         """Raises UserError where sizes do not fit the mesh; before anything is written or compiled."""

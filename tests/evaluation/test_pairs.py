@@ -24,7 +24,9 @@ def setting():
     rows = 6  # odd to the number of pairs: the last batch is short
     shapes = {name: np.asarray(getattr(small, name)) for name in small.__dataclass_fields__}
     grown = {
-        name: np.zeros((rows, *((200, *x.shape[2:]) if x.shape[1:2] == small.tokens.shape[1:] else x.shape[1:])), x.dtype)
+        name: np.zeros(
+            (rows, *((200, *x.shape[2:]) if x.shape[1:2] == small.tokens.shape[1:] else x.shape[1:])), x.dtype
+        )
         for name, x in shapes.items()
     }
     return pairs, type(small)(**grown)

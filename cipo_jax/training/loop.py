@@ -161,7 +161,7 @@ class Training:
                     raise UserError(f"{self.run_dir.path} was trained on other questions; choose another --run_dir")
                 self.progress.say(f"continuing after step {done}")
             with (
-                MetricsWriter(self.run_dir.file("metrics.jsonl"), position=position, mirrors=run.mirrors) as writer,
+                MetricsWriter(self.run_dir.file("metrics.jsonl"), position=position) as writer,
                 self.progress.phase("RL", run.steps, done) as phase,
             ):
                 pending = None

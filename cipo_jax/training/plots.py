@@ -141,7 +141,7 @@ def _draw(axis: Any, panel: Panel, records: Sequence[Mapping[str, Any]]) -> None
     else:
         axis.margins(y=0.15)
     if labelled > 1:
-        axis.legend(fontsize=7.5, frameon=False, loc="best")
+        axis.legend(fontsize=6.5, framealpha=0.6, edgecolor="none", loc="best", ncols=2)
 
 
 def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:

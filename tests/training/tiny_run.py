@@ -65,7 +65,7 @@ def wait_until(process: subprocess.Popen, seen: Callable[[], bool], what: str) -
     """Returns as soon as `seen`; fails if the process ends before."""
     while not seen():
         assert process.poll() is None, f"it ended with code {process.returncode} before {what}"
-        time.sleep(0.001)
+        time.sleep(0.002)
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -81,8 +81,6 @@ def names(folder: Path) -> list[str]:
 
 def last_step(run_dir: Path) -> int:
     """The last RL step in the metrics, 0 without any."""
-    path, last = run_dir / "metrics.jsonl", 0
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n") and '"reward"' in line:
-            last = json.loads(line)["step"]
-    return last
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a line without its end is left out
+    return next((json.loads(line)["step"] for line in reversed(lines) if b'"reward"' in line), 0)

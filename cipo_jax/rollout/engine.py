@@ -26,7 +26,7 @@ from cipo_jax.distributed.sharding import ShardingRules
 from cipo_jax.errors import UserError
 from cipo_jax.models.cache import CachedContext, KVCache
 from cipo_jax.models.config import DecoderConfig
-from cipo_jax.models.decoder import parameter_shardings
+from cipo_jax.models.decoder import cast, parameter_shardings
 from cipo_jax.protocols.base import Protocol
 from cipo_jax.rollout.environment import Environment
 from cipo_jax.rollout.sampling import SAMPLERS, Sampling, sample
@@ -176,6 +176,7 @@ class Rollout:
     # Everything below is traced.
 
     def _run(self, params, prompt_QP, prompt_count_Q, key, sampling: Sampling, samples: int):
+        params = cast(params, self.decoder.compute_dtype)  # before it is gathered: what is read for every token
         params = jax.lax.with_sharding_constraint(params, parameter_shardings(params, self.rules))
         model = nnx.merge(self.graph, params)
         # Sliced once, outside of the loop over tokens.

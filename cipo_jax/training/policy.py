@@ -32,7 +32,7 @@ class Policy:
         self.decoder = decoder
         self.rules = ShardingRules(device_mesh)
         self.generation_rules = ShardingRules(device_mesh, GENERATION_RULES)
-        self.graph, self.shapes = abstract_decoder(decoder)
+        self.graph, self.shapes = abstract_decoder(decoder, self.rules)
         self.sharding = parameter_shardings(self.shapes, self.rules)
         self.scorer = Scorer(self.graph)
         self.size = parameter_count(self.shapes)

@@ -15,7 +15,7 @@ from cipo_jax.errors import UserError
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.scoring.copies import Copy
 from cipo_jax.scoring.counterfactuals import Counterfactual, Masked, Several
-from cipo_jax.scoring.packing import Packed, Rows, pack
+from cipo_jax.scoring.packing import Packed, Rows, pack, places_needed
 from cipo_jax.scoring.score import Scorer
 from cipo_jax.types import Trajectories
 
@@ -120,12 +120,20 @@ class EvidenceScorer:
       counterfactual: what is hidden from later actions; `Several` for several.
       rules: sharding table.
       capacity: places per row for copied tokens; None for the length of a row. Copies that don't fit cost another pass.
+      bucket: instead of a fixed capacity, take what a batch needs, rounded up to a multiple of this; each multiple is
+        compiled once.
     """
 
     def __init__(
-        self, scorer: Scorer, counterfactual: Counterfactual, rules: ShardingRules, capacity: int | None = None
+        self,
+        scorer: Scorer,
+        counterfactual: Counterfactual,
+        rules: ShardingRules,
+        capacity: int | None = None,
+        bucket: int | None = None,
     ):
         self.counterfactual, self.capacity, self.rules, self.scorer = counterfactual, capacity, rules, scorer
+        self.bucket = bucket
         self._config: DecoderConfig | None = None
 
         def program(params, tokens, length, active, temperature, copies, start):
@@ -178,8 +186,11 @@ class EvidenceScorer:
             some = self.counterfactual.copies(host, b, None if supportive is None else supportive[b])
             copies += some
             owner += [b] * len(some)
-        R, L = rows.tokens.shape
-        packed = pack(copies, rows.row[owner], rows.offset[owner], (R, self.capacity or L), self._config.copy_alignment)
+        (R, L), align = rows.tokens.shape, self._config.copy_alignment
+        capacity = self.capacity or L
+        if self.bucket:
+            capacity = -(-places_needed(copies, rows.row[owner], align) // self.bucket) * self.bucket
+        packed = pack(copies, rows.row[owner], rows.offset[owner], (R, capacity), align)
         passes = [
             self._program(params, *batch, np.float32(1.0), self.rules.put_batch(stream), start)
             for stream in packed.streams

@@ -51,14 +51,13 @@ class Rows:
     offset: np.ndarray
 
     @classmethod
-    def pack(cls, trajectories: Trajectories, places: int, multiple: int = 1, longest: int | None = None) -> "Rows":
-        """Packs host arrays, long ones first, each into the first row with room.
+    def pack(cls, trajectories: Trajectories, places: int, multiple: int = 1) -> "Rows":
+        """Packs host arrays, in order, each into the first row with room.
 
         Args:
           trajectories: at most `places` tokens each.
           places: length of a row.
           multiple: the number of rows is rounded up to a multiple of this (the shards of a batch).
-          longest: at most so many trajectories in a row.
 
         Raises:
           ValueError: a trajectory is longer than a row.
@@ -67,17 +66,14 @@ class Rows:
         if len(lengths) and lengths.max() > places:
             raise ValueError(f"a trajectory of {lengths.max()} tokens does not fit in a row of {places}; raise places")
         filled: list[int] = []
-        count: list[int] = []
         row, offset = np.zeros(len(lengths), int), np.zeros(len(lengths), int)
-        for b in np.argsort(-lengths, kind="stable"):
-            fits = [r for r, n in enumerate(filled) if n + lengths[b] <= places and (not longest or count[r] < longest)]
+        for b in range(len(lengths)):
+            fits = [r for r, n in enumerate(filled) if n + lengths[b] <= places]
             if not fits:
                 fits = [len(filled)]
                 filled.append(0)
-                count.append(0)
             row[b], offset[b] = fits[0], filled[fits[0]]
             filled[fits[0]] += int(lengths[b])
-            count[fits[0]] += 1
         filled += [0] * (-len(filled) % multiple or (multiple if not filled else 0))
         shape = (len(filled), places)
         out = cls(

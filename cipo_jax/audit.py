@@ -1,0 +1,113 @@
+"""Audits transcripts of any search agent: how much each action owes to the evidence before it, and to which passage.
+
+    python -m cipo_jax.audit --model=MODEL --trajectories=transcripts.jsonl --out=audit
+
+MODEL is a Hugging Face folder or a .gguf file of a supported architecture; the transcripts may be another model's. They are
+Search-R1 text, chat messages with tool results, or this project's own token ids, as a JSON array or JSON lines.
+
+OUT then holds turns.jsonl (a line per retrieval turn), summary.json and audit.html: tokens coloured by how much the evidence
+changed them, what each passage did, and the answers that owe least to their evidence first.
+
+    --study=faithfulness   masked against removed over every mask, and the lag at which evidence first matters
+    --study=behaviour      regenerates the next action with the evidence deleted and replaced
+
+Settings:  --gin_names=AuditConfig
+"""
+
+import json
+from pathlib import Path
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from cipo_jax import cli
+from cipo_jax.data.gguf_tokenizer import gguf_tokenizer
+from cipo_jax.data.tokenizer import load_tokenizer
+from cipo_jax.distributed.mesh import mesh
+from cipo_jax.distributed.sharding import ShardingRules
+from cipo_jax.errors import UserError
+from cipo_jax.evaluation.audit import AuditConfig, audit, summarise_audit, write_turns
+from cipo_jax.evaluation.audit_behaviour import BehaviourStudy, behaviour, behaviour_table
+from cipo_jax.evaluation.audit_page import write_page
+from cipo_jax.evaluation.audit_studies import Faithfulness, faithfulness, faithfulness_table, write_faithfulness
+from cipo_jax.evaluation.transcripts import read_transcripts
+from cipo_jax.models.weights import load_decoder
+from cipo_jax.training.run_dir import write_atomic
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("model", None, "Hugging Face folder or .gguf file.")
+flags.DEFINE_string("trajectories", None, "File of transcripts.")
+flags.DEFINE_string("out", None, "Folder for the results; created.")
+flags.DEFINE_string("tokenizer", None, "Folder of the tokenizer; the model's own by default.")
+flags.DEFINE_enum("study", None, ["faithfulness", "behaviour"], "Run this study instead of the audit.")
+flags.DEFINE_integer("limit", None, "Read no more than this many transcripts.")
+flags.DEFINE_integer("page_limit", 200, "Transcripts on the page.")
+
+
+def main() -> None:
+    for name in ("model", "trajectories", "out"):
+        if not FLAGS[name].value:
+            raise UserError(f"--{name} is not set; see --help.")
+    console = Console()
+    transcripts, unreadable = read_transcripts(FLAGS.trajectories)
+    transcripts = transcripts[: FLAGS.limit]
+    if not transcripts:
+        raise UserError(
+            f"{FLAGS.trajectories} holds no readable transcript ({len(unreadable)} unreadable): {unreadable[:1]}."
+        )
+    out, model_path = Path(FLAGS.out), Path(FLAGS.model)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = read_tokenizer(model_path)
+    rules = ShardingRules(mesh())
+    model = load_decoder(model_path, rules, dtype="float32", param_dtype="float32", remat=False)
+    config = AuditConfig()
+    arguments = transcripts, model, rules, tokenizer, config
+    with console.status("") as status:
+        done = 0
+
+        def progress(n: int) -> None:
+            nonlocal done
+            done += n
+            status.update(f"{done} of {len(transcripts)} transcripts")
+
+        if FLAGS.study == "faithfulness":
+            found = faithfulness(*arguments, Faithfulness(), progress)
+            written = write_faithfulness(out, found)
+            console.print(faithfulness_table(found))
+            console.print(f"evidence first matters at lag {found['lag']['first']}; skipped {found['skipped']}")
+        elif FLAGS.study == "behaviour":
+            found = behaviour(*arguments, BehaviourStudy(), progress)
+            written = [out / "behaviour.json"]
+            write_atomic(written[0], json.dumps(found, indent=1) + "\n")
+            console.print(behaviour_table(found))
+        else:
+            audited, skipped = audit(*arguments, progress)
+            summary = summarise_audit(audited, skipped, unreadable)
+            summary |= {"model": str(model_path), "unreadable": unreadable[:20], "device": jax.devices()[0].device_kind}
+            written = [out / "turns.jsonl", out / "summary.json", out / "audit.html"]
+            write_turns(written[0], audited)
+            write_atomic(written[1], json.dumps(summary, indent=1) + "\n")
+            title = f"{Path(FLAGS.trajectories).name} under {model_path.name}"
+            first = config.counterfactuals[0].name
+            write_page(written[2], title, audited, summary, tokenizer, first, FLAGS.page_limit)
+            console.print_json(data={k: v for k, v in summary.items() if k != "unreadable"})
+    for path in written:
+        console.print(str(path), soft_wrap=True)
+
+
+def read_tokenizer(model: Path):
+    """The tokenizer named by --tokenizer, else the one beside or inside the model."""
+    if FLAGS.tokenizer:
+        return load_tokenizer(FLAGS.tokenizer)
+    folder = model if model.is_dir() else model.parent
+    if (folder / "tokenizer.json").exists():
+        return load_tokenizer(folder)
+    files = [model] if model.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if not files:
+        raise UserError(f"{folder} holds no tokenizer.json; name a tokenizer's folder as --tokenizer.")
+    return gguf_tokenizer(files[0])
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cipo_jax.data.iteration import question_batches
+from cipo_jax.data.questions import Question
 from cipo_jax.distributed.mesh import data_shards, mesh
 from cipo_jax.errors import UserError
 from cipo_jax.evaluation.behaviour import judge_all, summarise
@@ -182,9 +183,8 @@ class Training:
                     checkpoints.save(step, state, meta, score=score)
                     self.save_seconds()
 
-                if continued:
-                    self.warm_up_evaluation(state.params)
-                else:
+                self.warm_up(state.params)
+                if not continued:
                     save(0, self.validate(state.params, 0, writer))
                 for step in range(done, run.steps):
                     state, record = stepper(state, reference, batches[step], step)
@@ -254,9 +254,11 @@ class Training:
                 f"{path}; lower the learning rate or raise Run.abort_after_skips"
             )
 
-    def warm_up_evaluation(self, params: Any) -> None:
-        """Compiles the evaluation's programs after a resume."""
+    def warm_up(self, params: Any) -> None:
+        """Compiles what evaluations and the report call, so that nothing compiles after the first step."""
         self.stepper.evidence(params, self.evaluator(params, self.task.validation[:1])[1])
+        if self.task.memory is not None:
+            self.evidence_preference(params, self.task.validation[:8])
         self.stepper.environment.take_counts()  # these searches are no step's
 
     def report(self, reference: Any, params: Any) -> dict[str, Any]:
@@ -278,7 +280,7 @@ class Training:
         closed_book, preferred = None, None
         if task.memory is not None:
             closed_book = tuple(self.closed_book(weights) for weights in (reference, params))
-            preferred = self.evidence_preference(reference)
+            preferred = self.evidence_preference(reference, task.validation)
             self.progress.say(
                 f"EALR prefers the evidence-following action to the remembered one in {preferred.text(3)} of "
                 f"{preferred.n} scripted pairs (after the warm start)"
@@ -314,10 +316,10 @@ class Training:
         finally:
             environment.retrievers = retrievers
 
-    def evidence_preference(self, params: Any):
-        """Share of scripted pairs, on validation questions, in which EALR prefers the evidence-following action."""
+    def evidence_preference(self, params: Any, questions: Sequence[Question]):
+        """Share of scripted pairs about `questions` in which EALR prefers the evidence-following action."""
         task, rollout = self.task, self.run.rollout
-        pairs = evidence_pairs(task.validation, task.worlds, task.retrievers, rollout.top_k)
+        pairs = evidence_pairs(questions, task.worlds, task.retrievers, rollout.top_k)
         shape = self.evaluator(params, task.validation[:1])[1]
         return preference(
             pairs, task.protocol, rollout.observation_tokens, lambda batch: self.stepper.evidence(params, batch), shape

@@ -47,8 +47,8 @@ PANELS = (
     ),
     Panel("EALR (nats per token)", (("ealr", "EALR", _BLUE),)),
     Panel("Searches per trajectory", (("searches", "searches", _BLUE),)),
-    Panel("KL to the initial policy (nats per token)", (("kl", "KL", _BLUE),)),
-    Panel("Response length (tokens)", (("response_length", "response", _BLUE), ("action_length", "actions", _ORANGE))),
+    Panel("KL to the initial policy (nats per token)", (("kl_k3", "k3", _BLUE), ("kl_k1", "k1", _GREY))),
+    Panel("Length (tokens)", (("response_tokens", "sampled", _BLUE), ("total_tokens", "in all", _ORANGE))),
     Panel("Entropy (nats per token)", (("entropy", "entropy", _BLUE),)),
     Panel("Speed (tokens per second)", (("tokens_per_s", "tokens/s", _BLUE),)),
 )

@@ -13,7 +13,7 @@ from cipo_jax.training.metrics import MetricsWriter
 def test_a_picture_is_written_from_a_metrics_file(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
         for step in range(6):
-            writer.write(step, {"reward": step / 6, "em": step / 7, "kl": float("nan"), "phase": "rl"})
+            writer.write(step, {"reward": step / 6, "em": step / 7, "kl_k3": float("nan"), "phase": "rl"})
         writer.write(5, {"validation/em": 0.5})
     path = plots.plot_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", title="run")
     picture = imread(path)

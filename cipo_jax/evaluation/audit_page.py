@@ -18,7 +18,7 @@ MORE_STYLE = """
 .bar{display:inline-block;height:9px;border-radius:2px;vertical-align:middle}
 .panel{background:#fff;border:1px solid #d4d9df;border-radius:8px;padding:12px 18px;margin:0 0 24px;max-width:920px}
 .panel table{border-collapse:collapse}.panel td,.panel th{padding:2px 14px 2px 0;text-align:right}
-.panel td:first-child,.panel th:first-child{text-align:left}
+.panel td:first-child,.panel th:first-child,.panel .facts td{text-align:left}
 .panel svg{margin:6px 18px 6px 0}
 """
 
@@ -39,7 +39,10 @@ def write_page(
     """
     shown = sorted((a for a in found if a.turns), key=lambda a: _order(a, first))
     articles = [_article(a, tokenizer, first) for a in shown[:limit]]
-    note = f'<p class="note">{len(articles)} of {len(found)} transcripts, those that owe least to their evidence first.</p>'
+    note = (
+        f'<p class="note">{len(articles)} of {len(found)} transcripts, those that owe least to their evidence first. '
+    )
+    note += "Bars beside passages: what hiding that passage alone changes, in nats per token.</p>"
     legend = "\n".join(LEGEND).format(full=FULL_COLOUR) + _summary(found, summary, first) + note
     write_atomic(
         path,
@@ -84,7 +87,7 @@ def _summary(found: Sequence[Audited], summary: Mapping[str, Any], first: str) -
         ]
         if values:
             charts += histogram(values, f"{first}: {kind} actions")
-    return f'<div class="panel"><table>{facts}</table><table>{head}{body}</table>{charts}</div>'
+    return f'<div class="panel"><table class="facts">{facts}</table><table>{head}{body}</table>{charts}</div>'
 
 
 def histogram(values: Sequence[float], title: str, bins: int = 30) -> str:
@@ -162,7 +165,7 @@ def _passages(record: Mapping[str, Any], first: str) -> str:
     for k, passage in enumerate(record["passages"], 1):
         width = min(200, abs(passage["ealr"]) * 400)
         colour = "#0969da" if passage["ealr"] > 0 else "#db6d28"
-        holds = {True: "holds the answer", False: "does not", None: ""}[passage.get("holds_answer")]
+        holds = {True: "holds the answer", False: "without the answer", None: ""}[passage.get("holds_answer")]
         rows += (
             f"<tr><td>passage {k}</td><td>{passage['ealr']:+.3f}</td><td>{'used' if passage['used'] else 'not used'}</td>"
             f'<td>{holds}</td><td><span class="bar" style="width:{width:.0f}px;background:{colour}"></span></td></tr>'

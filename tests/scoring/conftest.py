@@ -1,4 +1,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # reference.py
+sys.path.insert(0, str(Path(__file__).parent))  # slow_scoring.py

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-import reference
-from reference import WIDTH, one_device, plain_logprobs, random_trajectories, slow_rows
+import slow_scoring
+from slow_scoring import WIDTH, one_device, plain_logprobs, random_trajectories, slow_rows
 
 from cipo_jax.distributed.mesh import mesh
 from cipo_jax.distributed.sharding import ShardingRules
@@ -44,9 +44,9 @@ def float64():
         yield
 
 
-@pytest.fixture(scope="module", params=reference.CONFIGS)
+@pytest.fixture(scope="module", params=slow_scoring.CONFIGS)
 def case(request, float64):
-    policy = reference.policy(request.param)
+    policy = slow_scoring.policy(request.param)
     scorer = EvidenceScorer(Scorer(policy[0], block=64), Masked(), one_device(), capacity=PLACES)
     return request.param, policy, scorer, random_trajectories(np.random.default_rng(5), rows=14)
 
@@ -140,10 +140,10 @@ def test_first_action_token_of_the_published_mask_is_exactly_unchanged(case):
 
 
 def test_a_mask_on_edges_alone_is_refused_for_delta_layers():
-    check(Masked("action"), reference.SOFTMAX)
-    check(Several([Masked(), Masked("action", gdn_mask="unmasked", name="literal")]), reference.HYBRID)
+    check(Masked("action"), slow_scoring.SOFTMAX)
+    check(Several([Masked(), Masked("action", gdn_mask="unmasked", name="literal")]), slow_scoring.HYBRID)
     with pytest.raises(UserError, match="gdn_mask='unmasked'"):
-        check(Several([Removed(), Masked("action")]), reference.HYBRID)
+        check(Several([Removed(), Masked("action")]), slow_scoring.HYBRID)
 
 
 def test_wrong_options_are_refused():
@@ -180,7 +180,7 @@ def test_eight_devices_compute_what_one_does(case):
     want = {(e.kind, e.row, e.turn, e.action): e.difference
             for e in scorer.score_packed(policy[1], trajectories, PLACES, rows=ROWS).effects()}  # fmt: skip
     rules = ShardingRules(mesh(replica=2, fsdp=2, tensor=2))
-    graph, shapes = abstract_decoder(reference.CONFIGS[name], rules)
+    graph, shapes = abstract_decoder(slow_scoring.CONFIGS[name], rules)
     params = jax.device_put(policy[1], parameter_shardings(shapes, rules))
     sharded = EvidenceScorer(Scorer(graph, block=64), kinds, rules, capacity=PLACES)
     got = list(sharded.score_packed(params, trajectories, PLACES, rows=ROWS).effects())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
+import slow_scoring
 
 import cipo_jax.scoring.logprobs as module
 from cipo_jax.models.config import DecoderConfig
@@ -50,7 +50,7 @@ def test_expectation_over_actions_is_the_kl_of_eq_7(length):
     """Every action of a 30-token vocabulary: sum of p(a | h, E) (l_vis - l_mask) = KL(visible || masked)."""
     vocab, prompt, evidence, bridge = 30, 4, 7, 2
     config = DecoderConfig(vocab_size=vocab, width=24, depth=2, heads=4, kv_heads=2, head_dim=8, ffn=32)
-    graph, params = init_decoder(config, 0, reference.one_device())
+    graph, params = init_decoder(config, 0, slow_scoring.one_device())
     params = jax.tree.map(lambda x: x * 2.0, params)
     rng = np.random.default_rng(0)
     context = rng.integers(0, vocab, prompt + 1 + evidence + bridge)
@@ -70,7 +70,7 @@ def test_expectation_over_actions_is_the_kl_of_eq_7(length):
         passage_span=content_span[:, :, None], passage_row=np.zeros((B, 2, 1), np.int32),
     )  # fmt: skip
 
-    scorer = EvidenceScorer(Scorer(graph, block=32), Masked(), reference.one_device())
+    scorer = EvidenceScorer(Scorer(graph, block=32), Masked(), slow_scoring.one_device())
     visible, _, masked = (x[:, start:].astype(np.float64) for x in scorer(params, trajectories, trajectories).fetch())
     probability = np.exp(visible.sum(1))
     assert abs(probability.sum() - 1) < 1e-5
@@ -83,7 +83,7 @@ def test_expectation_over_actions_is_the_kl_of_eq_7(length):
         if hide:
             mask[prompt + 1 + evidence :, prompt + 1 : prompt + 1 + evidence] = False
         positions = np.broadcast_to(np.arange(n, dtype=np.int32), tokens.shape)
-        logp = reference.plain_log_softmax(
+        logp = slow_scoring.plain_log_softmax(
             graph, params, tokens, positions, np.broadcast_to(mask, (B, n, n))
         )  # [B, n, V]
         logp = np.asarray(logp, np.float64)

@@ -49,6 +49,7 @@ setup(
         "wandb": ["wandb>=0.19"],
         "test": [
             "pytest>=8.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.115",
             "ruff>=0.9",
             "nbclient>=0.10",

@@ -7,7 +7,6 @@ import numpy as np
 from cipo_jax.evaluation.scripted import Pair, demonstration_trajectories
 from cipo_jax.evaluation.statistics import Estimate, wilson
 from cipo_jax.protocols.base import Protocol
-from cipo_jax.rewards.evidence import ealr
 from cipo_jax.types import Trajectories
 
 Score = Callable[[Trajectories], tuple[np.ndarray, np.ndarray]]
@@ -35,11 +34,10 @@ def preference(
         part = demos[at : at + rows]
         batch = padded(demonstration_trajectories(part, protocol, observation_tokens), shape)
         visible, hidden = score(batch)
-        value, valid = (np.asarray(x) for x in ealr(visible, hidden, batch))
-        last = np.where(batch.action_mask, batch.turn, -1).max(1)[: len(part)]
-        taken = np.arange(len(part))
-        assert valid[taken, last].all()
-        values += value[taken, last].tolist()
+        last = np.where(batch.action_mask, batch.turn, -1).max(1)
+        for row in range(len(part)):
+            start, end = batch.action_span[row, last[row]]
+            values.append(float((visible - hidden)[row, start:end].mean()))  # EALR of the last action (Eq. 5)
     follow, remember = np.asarray(values).reshape(-1, 2).T
     return wilson(float((follow > remember).mean()), len(follow))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gin
@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cipo_jax.data.iteration import question_batches
-from cipo_jax.data.questions import Question
 from cipo_jax.distributed.mesh import data_shards, mesh
 from cipo_jax.errors import UserError
 from cipo_jax.evaluation.behaviour import judge_all, summarise
@@ -167,10 +166,10 @@ class Training:
             ):
                 pending = None
 
-                def settle():
+                def settle(ended=None):
                     nonlocal pending
                     if pending is not None:
-                        metrics = pending.metrics()
+                        metrics = pending.metrics(ended)
                         metrics["compiles_after_warmup"] = self.compiles.since_mark if self.warm else 0
                         writer.write(pending.step + 1, metrics)
                         phase.advance(**_shown(metrics))
@@ -188,14 +187,13 @@ class Training:
                     save(0, self.validate(state.params, 0, writer))
                 for step in range(done, run.steps):
                     state, record = stepper(state, reference, batches[step], step)
-                    settle()  # the step before: read while this one's update runs
+                    settle(record.started)  # the step before: read while this one's update runs
                     pending = record
                     if (step + 1) % run.eval_every == 0 or step + 1 == run.steps:
-                        score = self.validate(state.params, step + 1, writer, settle)
-                        save(step + 1, score)
-                    elif step == done:
-                        settle()
+                        settle()  # the evaluation needs this step's parameters anyway
+                        save(step + 1, self.validate(state.params, step + 1, writer))
                     if step == done:
+                        settle()
                         checkpoints.wait()
                         self.compiles.mark()  # from here on nothing should compile
                         self.warm = True
@@ -211,15 +209,11 @@ class Training:
             self.selected = checkpoints.best_step
         return best.params
 
-    def validate(
-        self, params: Any, step: int, writer: MetricsWriter, settle: Callable[[], None] | None = None
-    ) -> float:
+    def validate(self, params: Any, step: int, writer: MetricsWriter) -> float:
         """Greedy EM on the validation questions: what checkpoints are selected on."""
         episodes, trajectories = self.evaluator(params, self.task.validation)
         self.stepper.environment.take_counts()
         metrics = summarise(episodes, self.task.worlds)
-        if settle is not None:
-            settle()
         writer.write(step, {f"validation/{name}": value for name, value in metrics.items()})
         visible, hidden = self.stepper.evidence(params, trajectories)
         if self.run_dir.writes:
@@ -257,8 +251,6 @@ class Training:
     def warm_up(self, params: Any) -> None:
         """Compiles what evaluations and the report call, so that nothing compiles after the first step."""
         self.stepper.evidence(params, self.evaluator(params, self.task.validation[:1])[1])
-        if self.task.memory is not None:
-            self.evidence_preference(params, self.task.validation[:8])
         self.stepper.environment.take_counts()  # these searches are no step's
 
     def report(self, reference: Any, params: Any) -> dict[str, Any]:
@@ -280,7 +272,7 @@ class Training:
         closed_book, preferred = None, None
         if task.memory is not None:
             closed_book = tuple(self.closed_book(weights) for weights in (reference, params))
-            preferred = self.evidence_preference(reference, task.validation)
+            preferred = self.evidence_preference(reference)
             self.progress.say(
                 f"EALR prefers the evidence-following action to the remembered one in {preferred.text(3)} of "
                 f"{preferred.n} scripted pairs (after the warm start)"
@@ -316,10 +308,10 @@ class Training:
         finally:
             environment.retrievers = retrievers
 
-    def evidence_preference(self, params: Any, questions: Sequence[Question]):
-        """Share of scripted pairs about `questions` in which EALR prefers the evidence-following action."""
+    def evidence_preference(self, params: Any):
+        """Share of scripted pairs, on validation questions, in which EALR prefers the evidence-following action."""
         task, rollout = self.task, self.run.rollout
-        pairs = evidence_pairs(questions, task.worlds, task.retrievers, rollout.top_k)
+        pairs = evidence_pairs(task.validation, task.worlds, task.retrievers, rollout.top_k)
         shape = self.evaluator(params, task.validation[:1])[1]
         return preference(
             pairs, task.protocol, rollout.observation_tokens, lambda batch: self.stepper.evidence(params, batch), shape

@@ -102,7 +102,7 @@ def plot_curves(
     for axis in axes.flat[len(drawn) :]:
         axis.set_axis_off()
     for axis in list(axes.flat)[len(drawn) - columns : len(drawn)]:  # the lowest of each column
-        axis.set_xlabel("update")
+        axis.set_xlabel("step")
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=110)

@@ -258,13 +258,13 @@ class StepRecord:
     device: tuple[list[dict[str, jax.Array]], dict[str, jax.Array]]
     started: float
 
-    def metrics(self) -> dict[str, float]:
-        """All metrics of the step as Python numbers."""
+    def metrics(self, ended: float | None = None) -> dict[str, float]:
+        """All metrics of the step as Python numbers; `ended` is when the next one started, if that was before now."""
         updates, counters = fetch(self.device)
         names = [name for name in updates[0] if name not in ("skipped", "empty")]
         means = {name: float(np.mean([u[name] for u in updates])) for name in names}
         totals = {f"{name}_updates": float(sum(u[name] for u in updates)) for name in ("skipped", "empty")}
-        seconds = time.perf_counter() - self.started
+        seconds = (ended or time.perf_counter()) - self.started
         return (
             self.host
             | means

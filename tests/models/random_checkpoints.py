@@ -35,7 +35,8 @@ def hybrid(width, layers, heads, kv, ffn, tied, key_heads, value_heads, dk, dv, 
     }  # fmt: skip
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 
 # Odd head counts, GQA ratios 1, 3 and 7, heads x head_dim unlike the width, both RoPE layouts.
 CONFIGS = {
@@ -52,7 +53,8 @@ CONFIGS = {
 
 def expected_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint, from the published architectures."""
-    d, h, kv, ffn, vocab = (hf[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"))  # fmt: skip
+    d, h, kv = hf["hidden_size"], hf["num_attention_heads"], hf["num_key_value_heads"]
+    ffn, vocab = hf["intermediate_size"], hf["vocab_size"]
     kind, e = hf["model_type"], hf.get("head_dim") or d // h
     out = {"model.embed_tokens.weight": (vocab, d), "model.norm.weight": (d,)}
     if not hf["tie_word_embeddings"]:
@@ -67,7 +69,8 @@ def expected_tensors(hf: dict) -> dict[str, tuple[int, ...]]:
             f"{at}mlp.down_proj.weight": (d, ffn),
         }
         if kind == "qwen3_5_text" and (i + 1) % 4:
-            kh, vh, dk, dv = (hf[f"linear_{k}"] for k in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))  # fmt: skip
+            kh, vh = hf["linear_num_key_heads"], hf["linear_num_value_heads"]
+            dk, dv = hf["linear_key_head_dim"], hf["linear_value_head_dim"]
             channels = 2 * kh * dk + vh * dv
             out |= {
                 f"{at}linear_attn.in_proj_qkv.weight": (channels, d),

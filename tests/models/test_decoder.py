@@ -1,5 +1,8 @@
 """The decoder: cached decoding equals the full forward, causality, packing."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +20,19 @@ CONFIG = DecoderConfig(
     vocab_size=97, width=48, depth=3, heads=6, kv_heads=2, head_dim=16, ffn=80, qkv_bias=True, tied=False
 )
 
+HYBRID = dataclasses.replace(
+    CONFIG,
+    depth=6,
+    period=("delta", "delta", "attention"),
+    rotary=0.5,
+    gated=True,
+    zero_centred=True,
+    delta_key_heads=3,
+    delta_value_heads=6,
+    delta_key_dim=8,
+    delta_value_dim=16,
+)
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -29,23 +45,42 @@ def full(model, tokens, lengths):
     return model.logits(model(tokens, positions, PackedContext(Visibility.causal(mask), 16))[0])
 
 
-@pytest.mark.parametrize("chunks", [[23], [7, 16], [1] * 23, [5, 1, 1, 16]])
-@pytest.mark.parametrize("unroll", [True, False])
-def test_cached_decoding_equals_full_forward(model, chunks, unroll):
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 97, (3, 23)), jnp.int32)
-    lengths = jnp.asarray([23, 9, 1])
+@pytest.mark.parametrize("unroll", ["scanned", "unrolled", "unstacked"])
+def test_ways_to_run_the_layers_agree(unroll):
+    """Cached decoding in uneven chunks, against the whole forward; hybrid, so that both kinds of layers count right."""
+    graph, params = init_decoder(HYBRID, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
+    model = nnx.merge(graph, params)
+    tokens, lengths = jnp.asarray(np.random.default_rng(0).integers(0, 97, (3, 23)), jnp.int32), jnp.asarray([23, 9, 1])
     want = full(model, tokens, lengths)
-    cache, filled, got = KVCache.zeros(CONFIG, 3, 30), jnp.zeros(3, jnp.int32), []
-    at = 0
-    for chunk in chunks:
-        count = jnp.clip(lengths - at, 0, chunk)
+
+    @functools.partial(jax.jit, static_argnames="chunk")
+    def step(params, tokens, cache, filled, count, chunk):
+        model = nnx.merge(graph, params)
         context = CachedContext(filled, count, chunk, 30)
-        hidden, cache = model(tokens[:, at : at + chunk], context.positions, context, cache, unroll=unroll)
-        got.append(model.logits(hidden))
+        how = {"scanned": False, "unrolled": True, "unstacked": model.unstacked()}[unroll]
+        hidden, cache = model(tokens, context.positions, context, cache, unroll=how)
+        return model.logits(hidden), cache
+
+    cache, filled, got, at = KVCache.zeros(HYBRID, 3, 30), jnp.zeros(3, jnp.int32), [], 0
+    for chunk in (7, 1, 1, 14):
+        count = jnp.clip(lengths - at, 0, chunk)
+        logits, cache = step(params, tokens[:, at : at + chunk], cache, filled, count, chunk)
+        got.append(logits)
         filled, at = filled + count, at + chunk
     got = jnp.concatenate(got, 1)
     for row, n in enumerate([23, 9, 1]):
         np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-4)
+
+
+def test_remat_policies_give_the_same_gradients():
+    tokens, lengths = jnp.asarray(np.random.default_rng(2).integers(0, 97, (2, 20)), jnp.int32), jnp.asarray([20, 11])
+    grads = {}
+    for policy in ("full", "dots", "none"):
+        config = dataclasses.replace(CONFIG, remat=policy)
+        graph, params = init_decoder(config, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
+        grads[policy] = jax.jit(jax.grad(lambda p: full(nnx.merge(graph, p), tokens, lengths)[0, :11].sum()))(params)  # noqa: B023
+    for policy in ("dots", "none"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), grads["full"], grads[policy])
 
 
 def test_logits_do_not_depend_on_later_tokens_or_padding(model):

@@ -12,9 +12,10 @@ from cipo_jax.models.delta_layer import DeltaInputs
 B, K, H, E, V = 2, 3, 6, 16, 12
 
 
-def random_inputs(L, correlation=0.0, dtype=np.float64, seed=0):
-    """Unit keys with a given mean cosine, decays from none to nearly total, write strengths up to 1."""
+def random_inputs(L, dtype=np.float64, seed=0):
+    """Unit keys, decays from none to nearly total, write strengths up to 1; keys of row 1 have a mean cosine of 0.9."""
     rng = np.random.default_rng(seed + L)
+    correlation = np.array([0.0, 0.9])[:, None, None, None]
     common = rng.normal(size=(B, 1, K, E))
     keys = np.sqrt(correlation) * common + np.sqrt(1 - correlation) * rng.normal(size=(B, L, K, E))
     unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
@@ -25,12 +26,11 @@ def random_inputs(L, correlation=0.0, dtype=np.float64, seed=0):
     return [jnp.asarray(x.astype(dtype)) for x in (q, unit, v, decay, beta)]
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130, 257])
-def test_chunked_equals_recurrent(length, correlation):
+def test_chunked_equals_recurrent(length):
     for dtype, tolerance in ((np.float64, 1e-12), (np.float32, 1e-5)):
         with jax.enable_x64(dtype == np.float64):
-            inputs = random_inputs(length, correlation, dtype)
+            inputs = random_inputs(length, dtype)
             initial = jnp.asarray(np.random.default_rng(1).normal(size=(B, H, E, V)).astype(dtype))
             want, want_state = jax.jit(recurrent_delta)(*inputs, initial=initial)
             scan = jax.jit(chunked_delta)(*inputs, initial=initial)
@@ -41,7 +41,7 @@ def test_chunked_equals_recurrent(length, correlation):
 
 def test_gradients_of_chunked_equal_those_of_recurrent():
     with jax.enable_x64(True):
-        inputs = random_inputs(70, 0.9)
+        inputs = random_inputs(70)
         weight = jnp.asarray(np.random.default_rng(2).normal(size=(B, 70, H, V)))
         slow = jax.jit(jax.grad(lambda *x: (recurrent_delta(*x)[0] * weight).sum(), range(5)))(*inputs)
         fast = jax.jit(jax.grad(lambda *x: (chunked_delta(*x, chunk=16).out * weight).sum(), range(5)))(*inputs)
@@ -60,7 +60,7 @@ def test_states_at_any_token_and_document_borders():
         inputs = random_inputs(150)
         reset = np.zeros((B, 150), bool)
         reset[0, [0, 64, 100]], reset[1, [31, 32]] = True, True
-        places = np.array([[0, 1, 63, 64, 65, 99, 100, 101, 149], [0, 30, 31, 32, 33, 64, 127, 128, 129]])
+        places = np.array([[0, 63, 64, 65, 100, 149], [0, 31, 33, 64, 127, 129]])
         scan = jax.jit(chunked_delta)(*inputs, jnp.asarray(reset))
         got = jax.jit(states_at)(scan, jnp.asarray(places))
         out, _ = jax.jit(recurrent_delta)(*inputs, jnp.asarray(reset))
@@ -69,7 +69,7 @@ def test_states_at_any_token_and_document_borders():
             for r, place in enumerate(places[b]):
                 first = max([0, *(i for i in range(place + 1) if reset[b, i])])
                 alone = [x[b : b + 1, first:place] for x in inputs]
-                want = recurrent_delta(*alone)[1] if place > first else jnp.zeros((1, H, E, V))
+                want = jax.jit(recurrent_delta)(*alone)[1] if place > first else jnp.zeros((1, H, E, V))
                 np.testing.assert_allclose(got[b, r], want[0], atol=1e-12)
 
 
@@ -83,6 +83,15 @@ def packed_inputs(rng, L, scale=1.0):
     )
 
 
+@jax.jit
+def mixed_alone(part):
+    """One row on its own: an empty convolution, a state of zeros, token by token."""
+    length = part.beta.shape[1]
+    taps = [[jnp.pad(x, ((0, 0), (t, 0), (0, 0), (0, 0)))[:, :length] for t in range(4)] for x in part.streams]
+    q, k, v = part.convolved(taps)
+    return recurrent_delta(q, k, v, part.log_decay, part.beta)[0][0]
+
+
 def alone(inputs, row, places):
     """The mixing of the given places of one row, as a row of their own."""
     part = DeltaInputs(
@@ -91,9 +100,7 @@ def alone(inputs, row, places):
         inputs.log_decay[row : row + 1, places],
         inputs.beta[row : row + 1, places],
     )
-    taps = [[jnp.pad(x, ((0, 0), (t, 0), (0, 0), (0, 0)))[:, : len(places)] for t in range(4)] for x in part.streams]
-    q, k, v = part.convolved(taps)
-    return recurrent_delta(q, k, v, part.log_decay, part.beta)[0][0]
+    return mixed_alone(part)
 
 
 def test_documents_of_a_row_and_padding_do_not_touch_each_other():
@@ -137,7 +144,7 @@ def test_copies_start_from_the_state_before_what_they_must_not_see():
 def test_a_copy_off_the_grid_is_nan_not_wrong():
     inputs = packed_inputs(np.random.default_rng(1), 90)
     visibility = copies_visibility(50, 40, [(0, 8, 10, 20, 30)])
-    out = PackedContext(visibility, trajectory=50).delta(inputs, None, 0)[0]
+    out = jax.jit(lambda i: PackedContext(visibility, trajectory=50).delta(i, None, 0)[0])(inputs)
     assert np.isnan(np.asarray(out[0, 50:])).all()
     assert np.isfinite(np.asarray(out[:, :50])).all()
 

@@ -220,7 +220,7 @@ def test_paths_and_pictures_exist():
     assert len(named) > 15
     assert sorted(path for path in named if not (config.REPOSITORY / path).exists()) == []
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", README)
-    assert len(pictures) == 2
+    assert len(pictures) == 3
     for picture in pictures:
         data = (config.REPOSITORY / picture).read_bytes()
         assert data.startswith(b"\x89PNG") and len(data) < 200_000, picture

@@ -34,7 +34,7 @@ flags.DEFINE_string("json", None, "File for the numbers.")
 flags.DEFINE_integer("repeats", 9, "Pairs per row.")
 flags.DEFINE_integer("rows", 1, "Trajectories in a batch.")
 flags.DEFINE_integer("block", 256, "Side of an attention tile.")
-flags.DEFINE_multi_enum("model", ["softmax", "hybrid"], ["softmax", "hybrid"], "Decoders to time.")
+flags.DEFINE_multi_enum("decoder", ["softmax", "hybrid"], ["softmax", "hybrid"], "Decoders to time.")
 flags.DEFINE_bool("all", True, "Time every counterfactual; False: those that the ratios need.")
 
 LENGTH, TURNS, EVIDENCE, ACTION, TAG = 2048, 4, 300, 120, 4
@@ -191,7 +191,7 @@ def measure(bench: Bench, everything: bool) -> dict[str, dict[str, float]]:
 
 def main(_) -> None:
     tables = {}
-    for name in FLAGS.model:
+    for name in FLAGS.decoder:
         bench = Bench(CONFIGS[name], FLAGS.rows, FLAGS.block, FLAGS.repeats)
         tables[name] = measure(bench, FLAGS.all)
         shown = Table(title=f"{name}: {LENGTH} tokens, {TURNS} turns of {EVIDENCE} + {ACTION}, {FLAGS.rows} row(s)")

@@ -28,6 +28,7 @@ setup(
         "gin-config>=0.5",
         "grain>=0.2.10",
         "httpx>=0.27",
+        "jinja2>=3.1",  # chat templates; transformers does not require it
         "jax>=0.10",
         "matplotlib>=3.9",
         "numpy>=2.0",

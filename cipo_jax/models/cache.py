@@ -69,15 +69,23 @@ class CachedContext:
     Row `b` brings `count[b] <= C` real tokens that follow its `filled[b]` cached ones; the rest of its lanes are padding,
     whose outputs mean nothing and which leave the cache untouched. A row with `filled` 0 starts anew: whatever its places,
     states and histories hold is not seen.
+
+    Args:
+      filled_B, count_B: int32, as above.
+      chunk: `C`.
+      places: token places per row of the cache.
+      read: attention reads this many of them (static; all if None). Exact for rows whose `filled + count` is at most
+        `read`; what other rows get means nothing, but their new tokens are still written where they belong.
     """
 
-    def __init__(self, filled_B: jax.Array, count_B: jax.Array, chunk: int, places: int):
+    def __init__(self, filled_B: jax.Array, count_B: jax.Array, chunk: int, places: int, read: int | None = None):
         lane = jnp.arange(chunk, dtype=jnp.int32)[None]
         self.positions = filled_B[:, None] + lane  # [B, C], rotary positions too
         self.filled, self.count = filled_B, count_B
         self.real = lane < count_B[:, None]
         self.place = jnp.where(self.real, self.positions, places)  # out of bounds: dropped
-        self.mask = jnp.arange(places, dtype=jnp.int32)[None, None] <= self.positions[:, :, None]  # [B, C, S]
+        self.read = places if read is None else min(read, places)
+        self.mask = jnp.arange(self.read, dtype=jnp.int32)[None, None] <= self.positions[:, :, None]  # [B, C, read]
 
     def attention(self, q_BCHE, k_BCKE, v_BCKE, cache: KVCache, layer):
         """See `models.decoder.Context`."""
@@ -91,9 +99,9 @@ class CachedContext:
         cache = dataclasses.replace(cache, key=write(cache.key, k_BCKE), value=write(cache.value, v_BCKE))
         wide = jnp.promote_types(q_BCHE.dtype, jnp.float32)
         q = (q_BCHE * jnp.asarray(E**-0.5, q_BCHE.dtype)).reshape(B, C, K, H // K, E)
-        s = jnp.einsum("bckge,bkse->bkgcs", q, cache.key[layer], preferred_element_type=wide)
+        s = jnp.einsum("bckge,bkse->bkgcs", q, cache.key[layer, :, :, : self.read], preferred_element_type=wide)
         p = jax.nn.softmax(jnp.where(self.mask[:, None, None], s, -1e30), -1).astype(q.dtype)
-        out = jnp.einsum("bkgcs,bkse->bckge", p, cache.value[layer])
+        out = jnp.einsum("bkgcs,bkse->bckge", p, cache.value[layer, :, :, : self.read])
         return out.reshape(B, C, H, E), cache
 
     def delta(self, inputs, cache: KVCache, layer):

@@ -45,8 +45,9 @@ def full(model, tokens, lengths):
     return model.logits(model(tokens, positions, PackedContext(Visibility.causal(mask), 16))[0])
 
 
+@pytest.mark.parametrize("read", [None, 24, 99])
 @pytest.mark.parametrize("unroll", ["scanned", "unrolled", "unstacked"])
-def test_ways_to_run_the_layers_agree(unroll):
+def test_ways_to_run_the_layers_agree(unroll, read):
     """Cached decoding in uneven chunks, against the whole forward; hybrid, so that both kinds of layers count right."""
     graph, params = init_decoder(HYBRID, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
     model = nnx.merge(graph, params)
@@ -56,7 +57,7 @@ def test_ways_to_run_the_layers_agree(unroll):
     @functools.partial(jax.jit, static_argnames="chunk")
     def step(params, tokens, cache, filled, count, chunk):
         model = nnx.merge(graph, params)
-        context = CachedContext(filled, count, chunk, 30)
+        context = CachedContext(filled, count, chunk, 30, read)
         how = {"scanned": False, "unrolled": True, "unstacked": model.unstacked()}[unroll]
         hidden, cache = model(tokens, context.positions, context, cache, unroll=how)
         return model.logits(hidden), cache
@@ -70,6 +71,27 @@ def test_ways_to_run_the_layers_agree(unroll):
     got = jnp.concatenate(got, 1)
     for row, n in enumerate([23, 9, 1]):
         np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-4)
+
+
+def test_places_behind_the_ones_read_are_written_and_kept():
+    """A row beyond `read` gets a meaningless output, but its tokens are cached; the others do as ever."""
+    graph, params = init_decoder(CONFIG, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
+    tokens, filled = jnp.asarray(np.random.default_rng(3).integers(0, 97, (3, 2)), jnp.int32), jnp.asarray([3, 0, 12])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(read):
+        cache = jax.tree.map(lambda x: jnp.full_like(x, 0.5), KVCache.zeros(CONFIG, 3, 16))
+        context = CachedContext(filled, jnp.asarray([2, 1, 2]), 2, 16, read)
+        hidden, cache = nnx.merge(graph, params)(tokens, context.positions, context, cache)
+        return hidden, cache
+
+    (whole, want), (part, got) = step(None), step(5)
+    np.testing.assert_allclose(part[0], whole[0], atol=1e-5)
+    np.testing.assert_allclose(part[1, 0], whole[1, 0], atol=1e-5)
+    written = np.asarray(got.key != 0.5).all((0, 2, 4))
+    assert [np.flatnonzero(row).tolist() for row in written] == [[3, 4], [0], [12, 13]]
+    np.testing.assert_allclose(got.key[:, :2], want.key[:, :2], atol=1e-5)
+    np.testing.assert_allclose(got.key[0], want.key[0], atol=1e-5)
 
 
 def test_remat_policies_give_the_same_gradients():

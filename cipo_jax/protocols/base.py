@@ -63,6 +63,53 @@ class Observation:
     passages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     rows: list[int] = dataclasses.field(default_factory=list)
 
+    @classmethod
+    def framed(
+        cls,
+        opening: list[int],
+        passages: Sequence[tuple[int, Sequence[int]]],
+        closing: list[int],
+        budget: int,
+    ) -> Observation:
+        """Passages, as `(row, ids)`, between two tags in at most `budget` tokens.
+
+        Passages that don't fit are dropped whole from the end. If not even the first fits it is cut by tokens; the
+        closing tag is always kept. If the tags leave no room the observation holds the tags alone (content `(0, 0)`), and
+        if not even those fit it is empty: the rollout then ends at its token limit.
+        """
+        room = budget - len(opening) - len(closing)
+        if room < 0:
+            return cls([])
+        content: list[int] = []
+        spans: list[tuple[int, int]] = []
+        rows: list[int] = []
+        for i, (row, ids) in enumerate(passages):
+            if len(content) + len(ids) > room:
+                if i > 0 or room == 0:
+                    break
+                ids = ids[:room]
+            start = len(opening) + len(content)
+            spans.append((start, start + len(ids)))
+            rows.append(int(row))
+            content += ids
+            if len(content) == room:
+                break
+        span = (len(opening), len(opening) + len(content)) if content else (0, 0)
+        return cls(opening + content + closing, span, spans, rows)
+
+
+def closed_answer(text: str) -> str | None:
+    """What the last closed `<answer>` block holds, stripped; the innermost where blocks nest; None without one."""
+    answer, body = None, None
+    for piece in re.split(r"(</?answer>)", text):
+        if piece == "<answer>":
+            body = ""
+        elif piece == "</answer>":
+            answer, body = (body, None) if body is not None else (answer, None)
+        elif body is not None:
+            body = piece
+    return answer.strip() if answer is not None else None
+
 
 class Protocol(abc.ABC):
     """How an agent talks: prompt, stop strings, actions, observations and format.
@@ -89,7 +136,10 @@ class Protocol(abc.ABC):
         vocabulary = tokenizer.get_vocab()
         names = dict.fromkeys((tokenizer.eos_token, *END_OF_TURN_TOKENS))
         self.end_of_turn_ids: tuple[int, ...] = tuple(vocabulary[name] for name in names if name in vocabulary)
-        forbidden = sorted({*self.control_strings, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        # `all_special_tokens` lists only those with a role; chat marks may have none.
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= {*self.control_strings, *tokenizer.all_special_tokens}
+        forbidden = sorted(special, key=len, reverse=True)
         self._forbidden = re.compile("|".join(re.escape(text) for text in forbidden)) if forbidden else None
         self._encodings: dict[str, tuple[int, ...]] = {}
 

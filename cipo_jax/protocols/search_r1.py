@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import gin
 
 from cipo_jax.errors import UserError
-from cipo_jax.protocols.base import INVALID_ACTION, RETRIEVAL_FAILED, Action, ActionKind, Observation, Protocol
+from cipo_jax.protocols.base import (
+    INVALID_ACTION,
+    RETRIEVAL_FAILED,
+    Action,
+    ActionKind,
+    Observation,
+    Protocol,
+    closed_answer,
+)
 
 if TYPE_CHECKING:
     from cipo_jax.retrieval.retriever import Passage
@@ -130,34 +138,15 @@ class SearchR1(Protocol):
     def observe(self, passages: Sequence[Passage], budget: int) -> Observation:
         """Writes `\\n\\n<information>Doc 1(Title: T) text\\nDoc 2(..)..</information>\\n\\n`.
 
-        Passages that don't fit are dropped whole from the end. If not even the first fits it is cut by tokens, and
-        the closing tag is kept. If the tags leave no room the observation holds the tags alone (content `(0, 0)`), and
-        if not even those fit it is empty: the rollout then ends at its token limit. With no passages at all a short
-        line says so. A passage's span starts with the line break that parts it from its predecessor.
+        Passages are cut to the budget as `Observation.framed` does. With no passages at all a short line says so. A
+        passage's span starts with the line break that parts it from its predecessor.
         """
-        room = budget - len(self._opening) - len(self._closing)
-        if room < 0:
-            return Observation([])
         if not passages:
             return self._remark(NOTHING_FOUND, budget)
-        content: list[int] = []
-        spans: list[tuple[int, int]] = []
-        rows: list[int] = []
-        offset = len(self._opening)
-        for i, passage in enumerate(passages):
-            line = self.neutralise(LINE.format(number=i + 1, title=passage.title, text=passage.text))
-            ids = self.encode(line if i == 0 else "\n" + line)
-            if len(content) + len(ids) > room:
-                if i > 0 or room == 0:
-                    break
-                ids = ids[:room]
-            spans.append((offset + len(content), offset + len(content) + len(ids)))
-            rows.append(int(passage.row))
-            content += ids
-            if len(content) == room:
-                break
-        span = (offset, offset + len(content)) if content else (0, 0)
-        return Observation(self._opening + content + self._closing, span, spans, rows)
+        lines = (LINE.format(number=i + 1, title=p.title, text=p.text) for i, p in enumerate(passages))
+        pieces = [self.encode("\n" * (i > 0) + self.neutralise(line)) for i, line in enumerate(lines)]
+        rows = [passage.row for passage in passages]
+        return Observation.framed(self._opening, list(zip(rows, pieces)), self._closing, budget)
 
     def correction(self, reason: str) -> Observation:
         """A remark of the environment: bare text for an invalid action, inside information tags for a failed search."""
@@ -169,15 +158,7 @@ class SearchR1(Protocol):
 
     def final_answer(self, text: str) -> str | None:
         """The last closed answer, stripped; the innermost where answers nest; None if there is none or it is empty."""
-        answer, body = None, None
-        for piece in re.split(r"(</?answer>)", text):
-            if piece == "<answer>":
-                body = ""
-            elif piece == "</answer>":
-                answer, body = (body, None) if body is not None else (answer, None)
-            elif body is not None:
-                body = piece
-        return (answer.strip() or None) if answer is not None else None
+        return closed_answer(text) or None
 
     def format_valid(self, text: str) -> bool:
         """Search-R1's sequence rule: (think, search, information)*, think, answer.
@@ -202,5 +183,5 @@ class SearchR1(Protocol):
     def _remark(self, text: str, budget: int | None = None) -> Observation:
         ids = self._opening + self.encode(text) + self._closing
         if budget is not None and len(ids) > budget:
-            ids = self._opening + self._closing
+            return Observation.framed(self._opening, [], self._closing, budget)
         return Observation(ids)

@@ -32,6 +32,7 @@ from cipo_jax.rollout.episode import Episode, read_episodes
 from cipo_jax.rollout.sampling import Sampling
 from cipo_jax.scoring.counterfactuals import Counterfactual, Masked
 from cipo_jax.scoring.evidence import EvidenceScorer
+from cipo_jax.scoring.pieces import ScorerInPieces
 from cipo_jax.training.policy import Learner, Policy
 from cipo_jax.training.task import Task
 from cipo_jax.types import Trajectories, TurnRewards
@@ -55,6 +56,8 @@ class Method:
       minibatches: optimiser steps per pass over a rollout batch.
       epochs: passes over a rollout batch.
       microbatches: pieces of a minibatch whose gradients are accumulated.
+      scoring_microbatches: pieces that a rollout batch is scored in; None for as many rows at a time as an update takes,
+        `minibatches * microbatches` pieces.
       recompute_old: take the old log-probs from the scoring pass instead of the sampler. Needed where they differ in
         dtype or weights; then temperature must be 1.
       copy_capacity: places per row for counterfactual copies; None for a row's length.
@@ -73,6 +76,7 @@ class Method:
     minibatches: int = 2
     epochs: int = 1
     microbatches: int = 1
+    scoring_microbatches: int | None = None
     recompute_old: bool = False
     copy_capacity: int | None = None
     optimizer: Any = adamw
@@ -82,11 +86,25 @@ class Method:
             raise UserError(f"Method.temperature={self.temperature}: training samples, so it must be positive")
         if self.recompute_old and self.temperature != 1.0:
             raise UserError(f"Method.recompute_old needs Method.temperature = 1, it is {self.temperature}")
+        for name in ("questions", "samples", "minibatches", "epochs", "microbatches", "scoring_pieces"):
+            if getattr(self, name) < 1:
+                name = name.replace("pieces", "microbatches")
+                raise UserError(f"Method.{name}={getattr(self, name)}: use a whole number from 1")
 
     @property
     def updates_per_step(self) -> int:
         """Optimiser steps per rollout batch."""
         return self.minibatches * self.epochs
+
+    @property
+    def scoring_pieces(self) -> int:
+        """Pieces that a rollout batch is scored in."""
+        return self.minibatches * self.microbatches if self.scoring_microbatches is None else self.scoring_microbatches
+
+    @property
+    def scoring_rows(self) -> int:
+        """Trajectories scored at a time, over all devices."""
+        return -(-self.questions * self.samples // self.scoring_pieces)
 
 
 class Stepper:
@@ -105,8 +123,9 @@ class Stepper:
         self.environment = policy.environment(task, rollout)
         self.rollout = policy.rollout(self.environment, rollout)
         self.learner = Learner(policy, method.objective, method.optimizer(), method.microbatches, method.temperature)
-        self._evidence = EvidenceScorer(policy.scorer, method.counterfactual, policy.rules, method.copy_capacity)
-        self._visible = jax.jit(policy.scorer.__call__, out_shardings=policy.rules.batch)
+        scorer = ScorerInPieces(policy.scorer, method.scoring_rows, policy.rules)
+        self._evidence = EvidenceScorer(scorer, method.counterfactual, policy.rules, method.copy_capacity)
+        self._visible = jax.jit(scorer.__call__, out_shardings=policy.rules.batch)
         self._ealr = jax.jit(ealr)
         self._sampling = Sampling(np.float32(method.temperature), np.int32(0), np.float32(1.0))
 
@@ -271,6 +290,7 @@ class StepRecord:
             | totals
             | {name: float(value) for name, value in counters.items()}
             | {"step_s": seconds, "tokens_per_s": float(self.trajectories.length.sum()) / seconds}
+            | {"retrieval_share": self.host["retrieval_seconds"] / seconds}
         )
 
 

@@ -32,6 +32,7 @@ def convert(
     source: str | None = None,
     target: str = gin.REQUIRED,
     checkpoint: str | None = None,
+    step: int | None = None,
     decoder: DecoderConfig | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -42,7 +43,8 @@ def convert(
     Args:
       source: where the weights, or the layout and tokenizer, come from.
       target: the folder to write; made if absent.
-      checkpoint: a run's folder of checkpoints, whose newest parameters are written; None converts `source`.
+      checkpoint: a run's folder of checkpoints, whose parameters are written; None converts `source`.
+      step: of the checkpoint; None for the best on validation, or the newest where none was scored.
       decoder: the shape of `checkpoint` where there is no `source`.
       dtype: "bfloat16", "float16" or "float32"; the source's, tensor by tensor, if None (float32 for quantised ones).
       shard_bytes: largest size of a weight file.
@@ -66,7 +68,8 @@ def convert(
         )
     if checkpoint is not None:
         with Checkpoints(checkpoint, read_only=True) as saved:
-            params = saved.restore({"params": abstract_like(params)})[0]["params"]
+            step = saved.selected_step if step is None else step
+            params = saved.restore({"params": abstract_like(params)}, step)[0]["params"]
     files = export_decoder(target, decoder, params, opened, dtype, shard_bytes=shard_bytes)
     _show(opened, decoder, Path(target), files, rows)
     return files

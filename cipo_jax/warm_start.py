@@ -1,4 +1,4 @@
-"""Teaches a random policy by demonstrations alone: supervised training on a JSON-lines file of trajectories.
+"""Teaches a policy by demonstrations alone: supervised training on a JSON-lines file of trajectories.
 
     python -m cipo_jax.warm_start --gin_file=configs/quickstart.gin \
         --demonstrations=trajectories.jsonl --run_dir=runs/taught
@@ -39,10 +39,12 @@ flags.DEFINE_string("demonstrations", None, "JSON-lines file of trajectories to 
 
 def main(run_dir: Path) -> None:
     run, progress = Run(), Progress()
+    if run.warm_start is None:
+        raise UserError("Run.warm_start is not set; bind it to @WarmStartConfig() in the gin file.")
     protocol = run.task().protocol
     config = dataclasses.replace(run.warm_start, steps=(sum(run.warm_start.steps),))
     demonstrations = read(FLAGS.demonstrations, protocol, config)
-    policy = Policy(run.decoder, run.mesh())
+    policy = Policy(run.decoder, run.mesh(), run.weights)
     with (
         open_run_dir(run_dir, may_change=("Progress.*",)) as opened,
         StopSignal() as stop,

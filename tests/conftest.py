@@ -1,6 +1,7 @@
 """Settings that must be made before JAX is imported: eight simulated CPU devices, and enough threads for them."""
 
 import os
+import signal
 from pathlib import Path
 
 DEVICES = 8
@@ -15,6 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # behind `&`: the programs under test shall hear Ctrl-C all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402 (after the settings it reads)
 import pytest  # noqa: E402

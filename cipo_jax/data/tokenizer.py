@@ -91,6 +91,24 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def model_tokenizer(model: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model: `tokenizer.json` beside its weights, else the one inside its `.gguf` file.
+
+    Raises:
+      UserError: there is neither.
+    """
+    model = Path(model)
+    folder = model if model.is_dir() else model.parent
+    if (folder / "tokenizer.json").exists():
+        return load_tokenizer(folder)
+    files = [model] if model.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if not files:
+        raise UserError(f"{folder} holds no tokenizer.json and no .gguf file; name the folder of a model.")
+    from cipo_jax.data.gguf_tokenizer import gguf_tokenizer  # needs the package gguf
+
+    return gguf_tokenizer(files[0])
+
+
 def _template_texts() -> Iterable[str]:
     yield from (*QUESTIONS.values(), *STATEMENTS.values(), HEARSAY, QUERY, *DEMONSTRATION_TEXTS)
     yield from (search_r1.INSTRUCTION, *search_r1.CORRECTIONS.values(), search_r1.NOTHING_FOUND, search_r1.LINE)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,16 @@ from cipo_jax.training.run_dir import write_atomic
 SUMMARY_METRICS = ("em", "f1", "prior_driven", "evidence_driven", "other", "malformed", "searches")
 _COLUMNS = {  # headings broken so that the table fits 80 columns
     "em": "EM [95 %]",
+    "f1": "F1",
     "prior_driven": "prior-\ndriven",
     "evidence_driven": "evid.-\ndriven",
     "other": "other",
     "malformed": "mal-\nformed",
+    "malformed_all": "mal-\nformed",
     "searches": "sear-\nches",
 }
+_PLAIN = ("f1", "malformed_all")  # shown where behaviour cannot be judged
+_SCRIPTED = ("oracle", "memory")
 _OVER_CONFLICT = ("prior_driven", "evidence_driven", "other", "malformed")
 
 Metrics = Mapping[str, float]  # what behaviour.summarise returns
@@ -77,64 +81,69 @@ def share_intervals(metrics: Metrics) -> dict[str, Estimate]:
 
 
 def results_table(
-    before: Mapping[str, Metrics],
-    after: Mapping[str, Metrics],
+    agents: Mapping[str, Mapping[str, Metrics]],
     *,
-    oracle: Mapping[str, Metrics] | None = None,
-    memory: Mapping[str, Metrics] | None = None,
     closed_book: tuple[Estimate, Estimate] | None = None,
-    title: str = "Held-out countries",
+    title: str = "Reported questions",
 ) -> Table:
-    """The table at the end of a run.
+    """The table at the end of a run or of an evaluation.
 
     Args:
-      before, after: `summarise` by stratum, in the order of the rows.
-      oracle, memory: the same for the scripted agents: ceiling and floor.
+      agents: `summarise` by agent and stratum, in the order of the rows; "before" and "after" of a run, "oracle" and
+        "memory" for the scripted ceiling and floor.
       closed_book: EM on the memory world with nothing retrieved, before and after.
       title: heading.
 
     Returns:
-      A table of at most 80 columns. A stratum's row names its number of questions.
+      A table of at most 80 columns. A stratum's row names its number of questions. Columns without a value are left out.
     """
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.title_justify = table.caption_justify = "left"
     table.title_style, table.caption_style = "bold", "dim"
     table.add_column("questions", no_wrap=True)
     table.add_column("agent", no_wrap=True)
-    for name in _COLUMNS.values():
-        table.add_column(name, justify="right", no_wrap=True)
-    agents = {"before": before, "after": after, "oracle": oracle or {}, "memory": memory or {}}
-    for stratum in before:
-        label = f"{stratum} {before[stratum].get('episodes', 0):.0f}"
+    agents = {name: strata for name, strata in agents.items() if strata}
+    known = {name for strata in agents.values() for metrics in strata.values() for name in metrics}
+    columns = [name for name in _COLUMNS if name in known and not ("prior_driven" in known and name in _PLAIN)]
+    for name in columns:
+        table.add_column(_COLUMNS[name], justify="right", no_wrap=True)
+    for stratum, first in next(iter(agents.values())).items():
+        label = f"{stratum} {first.get('episodes', 0):.0f}"
         for agent, metrics in agents.items():
             if stratum in metrics:
-                table.add_row(label, agent, *_cells(metrics[stratum]), style=_style(agent))
+                table.add_row(label, agent, *_cells(columns, metrics[stratum]), style=_style(agent))
                 label = ""
         table.add_section()
     if closed_book:
         for agent, estimate in zip(("before", "after"), closed_book):
             label = f"no passages {estimate.n}" if agent == "before" else ""
-            table.add_row(label, agent, Text(short(estimate.text())), *[""] * (len(_COLUMNS) - 1), style=_style(agent))
-    table.caption = _caption(before, after, scripted=bool(oracle or memory), closed_book=bool(closed_book))
+            table.add_row(label, agent, Text(short(estimate.text())), *[""] * (len(columns) - 1), style=_style(agent))
+    table.caption = _caption(agents, closed_book=bool(closed_book))
     return table
 
 
-def _caption(before: Mapping[str, Metrics], after: Mapping[str, Metrics], *, scripted: bool, closed_book: bool) -> str:
+def _caption(agents: Mapping[str, Mapping[str, Metrics]], *, closed_book: bool) -> str:
     lines = []
-    for stratum, metrics in before.items():
-        if "misled" in metrics and "misled" in after.get(stratum, {}):
-            lines.append(f"{stratum}: misled {metrics['misled']:.2f} before, {after[stratum]['misled']:.2f} after")
-    if scripted:
+    policies = {name: strata for name, strata in agents.items() if name not in _SCRIPTED}
+    for stratum in next(iter(agents.values())):
+        misled = [
+            f"{strata[stratum]['misled']:.2f} {name}"
+            for name, strata in policies.items()
+            if "misled" in strata.get(stratum, {})
+        ]
+        if misled:
+            lines.append(f"{stratum}: misled {', '.join(misled)}")
+    if any(name in agents for name in _SCRIPTED):
         lines.append("oracle, memory: scripted agents that follow the passages / answer from memory")
     if closed_book:
         lines.append("no passages: questions on the memory world, searches come back empty")
     return "\n".join(lines)
 
 
-def _cells(metrics: Metrics) -> list[Text]:
+def _cells(columns: Sequence[str], metrics: Metrics) -> list[Text]:
     """Text objects, so that the brackets of an interval are not read as rich markup."""
     cells = []
-    for name in _COLUMNS:
+    for name in columns:
         if name not in metrics:
             cells.append(Text("-"))
         else:
@@ -148,7 +157,7 @@ def short(text: str) -> str:
 
 
 def _style(agent: str) -> str:
-    return {"after": "bold", "before": ""}.get(agent, "dim")
+    return "dim" if agent in _SCRIPTED else "bold" if agent == "after" else ""
 
 
 def finite(value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
+import gin
 import jax
 import numpy as np
 from flax import nnx
@@ -115,6 +116,27 @@ def load_decoder(
     if slots:
         raise AssertionError(f"the name table maps to parameters that do not exist: {sorted(map(str, slots))}")
     return Loaded(config, graph, nnx.from_flat_state(placed), checkpoint)
+
+
+@gin.configurable
+def checkpoint_decoder(
+    path: str = gin.REQUIRED, dtype: str = "float32", param_dtype: str = "float32", remat: bool | str = True
+) -> DecoderConfig:
+    """The decoder that the checkpoint at `path` describes; the rest is as in `DecoderConfig`."""
+    return decoder_config(open_checkpoint(path).hf, dtype=dtype, param_dtype=param_dtype, remat=remat)
+
+
+def check_decoder(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:
+    """Raises `UserError`, naming the setting, where `decoder` is not what the checkpoint describes."""
+    chosen = {name: getattr(decoder, name) for name in ("dtype", "param_dtype", "remat")}
+    described = decoder_config(checkpoint.hf, **chosen)
+    for field in dataclasses.fields(DecoderConfig):
+        ours, theirs = getattr(decoder, field.name), getattr(described, field.name)
+        if ours != theirs:
+            raise UserError(
+                f"DecoderConfig.{field.name}={ours}, but {checkpoint.folder} has {theirs}; use Run.decoder = "
+                "@checkpoint_decoder() or the preset of that model"
+            )
 
 
 def sources(table: Collection[Tensor]) -> dict[tuple, dict[int | None, tuple[Tensor, Part]]]:

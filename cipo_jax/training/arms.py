@@ -60,7 +60,7 @@ class SyntheticArms:
 
     def __init__(self, run: Run, progress: Progress | None = None):
         self.run, self.progress = run, progress or Progress(quiet=True)
-        self.policy = Policy(run.decoder, run.mesh())
+        self.policy = Policy(run.decoder, run.mesh(), run.weights)
         self._supervised = supervised_learner(self.policy, run.warm_start)
         self._programs: tuple[Stepper, Evaluator] | None = None
         self._tasks: dict[tuple[int, float], Task] = {}

@@ -86,6 +86,11 @@ class Checkpoints:
         return _best(self.steps, self._scores)
 
     @property
+    def selected_step(self) -> int | None:
+        """The best checkpoint, the newest where none has a score; None without any."""
+        return self.latest_step if self.best_step is None else self.best_step
+
+    @property
     def best_score(self) -> float | None:
         """The highest score; None when no checkpoint has one."""
         return None if self.best_step is None else self._scores[self.best_step]

@@ -43,10 +43,11 @@ class Run:
 
     Attributes:
       task: builds the task.
-      decoder: the policy's shape.
+      decoder: the policy's shape, such as `@checkpoint_decoder()`.
+      weights: folder, `.safetensors` or `.gguf` file of the initial policy; None for random parameters.
       rollout: sizes of trajectories.
       method: the training method.
-      warm_start: how a random policy is taught to talk first.
+      warm_start: how the initial policy is taught to talk first; None where it can.
       steps: RL steps.
       seed: of the parameters, sampling and data order. The task has its own.
       eval_every: steps between greedy evaluations on the validation questions, each with a checkpoint.
@@ -60,8 +61,9 @@ class Run:
     decoder: DecoderConfig = gin.REQUIRED
     rollout: RolloutConfig = gin.REQUIRED
     method: Method = gin.REQUIRED
-    warm_start: WarmStartConfig = gin.REQUIRED
     steps: int = gin.REQUIRED
+    weights: str | None = None
+    warm_start: WarmStartConfig | None = None
     seed: int = 0
     eval_every: int = 8
     eval_batch: int = 96
@@ -106,7 +108,7 @@ class Training:
         self.began = time.monotonic()
         self.task = run.task()
         run.check_prompts(self.task)
-        self.policy = Policy(run.decoder, device_mesh)
+        self.policy = Policy(run.decoder, device_mesh, run.weights)
         self.stepper = Stepper(run.method, self.policy, self.task, run.rollout, run.seed)
         self.evaluator = Evaluator(self.stepper.rollout, run.eval_batch)
 
@@ -130,6 +132,9 @@ class Training:
     def warm_start(self, stop: StopSignal) -> Any | None:
         """The initial policy's parameters; None when stopped."""
         run = self.run
+        if run.warm_start is None:
+            self.progress.say(f"weights from {run.weights}" if run.weights else "random parameters, no warm start")
+            return self.policy.init(run.seed)
         with Checkpoints(self.run_dir.file("warm_start"), keep=1) as checkpoints:
             finished = checkpoints.latest_step == sum(run.warm_start.steps)
             phases = () if finished else self.task.demonstrations(run.warm_start.top_k)
@@ -278,6 +283,7 @@ class Training:
                 f"{preferred.n} scripted pairs (after the warm start)"
             )
         headline = next(iter(task.reported))
+        strata = {"before": before, "after": after, "oracle": oracle, "memory": memory}
         summary = make_summary(
             method=self.run.method.name,
             seed=self.run.seed,
@@ -288,14 +294,14 @@ class Training:
             before=before[headline],
             after=after[headline],
             selected_step=self.selected,
-            strata={"before": before, "after": after, "oracle": oracle, "memory": memory},
+            strata=strata,
             closed_book=[c.em.value for c in closed_book] if closed_book else None,
             ealr_prefers_evidence=preferred.value if preferred else None,
         )
         if self.run_dir.writes:
             write_summary(self.run_dir.file("summary.json"), summary)
         estimates = tuple(c.em for c in closed_book) if closed_book else None
-        self.progress.print(results_table(before, after, oracle=oracle, memory=memory, closed_book=estimates))
+        self.progress.print(results_table(strata, closed_book=estimates))
         return summary
 
     def closed_book(self, params: Any):

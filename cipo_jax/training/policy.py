@@ -14,6 +14,7 @@ from cipo_jax.learning.state import Optimizer, TrainState
 from cipo_jax.learning.update import make_update
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import abstract_decoder, init_decoder, parameter_count, parameter_shardings
+from cipo_jax.models.weights import check_decoder, load_decoder, open_checkpoint
 from cipo_jax.rollout.engine import Rollout, RolloutConfig
 from cipo_jax.rollout.environment import Environment
 from cipo_jax.scoring.score import Scorer
@@ -24,12 +25,19 @@ class Policy:
     """A decoder on a mesh.
 
     Args:
-      decoder: its shape; `vocab_size` None takes the tokenizer's.
+      decoder: its shape.
       device_mesh: the mesh.
+      weights: folder, `.safetensors` or `.gguf` file that `init` reads; None for random parameters.
+
+    Raises:
+      UserError: the checkpoint cannot be opened, or describes another decoder.
     """
 
-    def __init__(self, decoder: DecoderConfig, device_mesh: Mesh):
+    def __init__(self, decoder: DecoderConfig, device_mesh: Mesh, weights: str | None = None):
         self.decoder = decoder
+        self._checkpoint = None if weights is None else open_checkpoint(weights)
+        if self._checkpoint is not None:
+            check_decoder(self._checkpoint, decoder)
         self.rules = ShardingRules(device_mesh)
         self.generation_rules = ShardingRules(device_mesh, GENERATION_RULES)
         self.graph, self.shapes = abstract_decoder(decoder, self.rules)
@@ -38,7 +46,9 @@ class Policy:
         self.size = parameter_count(self.shapes)
 
     def init(self, seed: int) -> Any:
-        """Random parameters, created sharded."""
+        """The checkpoint's parameters, or random ones; created sharded."""
+        if self._checkpoint is not None:
+            return load_decoder(self._checkpoint, self.rules, self.decoder).params
         return init_decoder(self.decoder, seed, self.rules)[1]
 
     def environment(self, task: Task, config: RolloutConfig) -> Environment:

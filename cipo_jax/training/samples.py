@@ -71,7 +71,7 @@ def write_samples(
       path: the file; parents are created and an old one is replaced in one step.
       title: heading, such as `step 40, validation`.
       trajectories: `[B, L]`, host arrays.
-      episodes: the same trajectories as text, in order.
+      episodes: the same trajectories as text, in order; more may follow.
       tokenizer: decodes the ids.
       behaviours: what `judge` said of each.
       token_ealr: `[B, L]` float, visible minus masked log-prob (nats) of each action token; None for no shading.
@@ -81,7 +81,7 @@ def write_samples(
       The path.
     """
     articles = []
-    for b, episode in enumerate(episodes[:limit]):
+    for b, episode in enumerate(episodes[: min(limit, len(trajectories.length))]):
         ealr = None if token_ealr is None else np.asarray(token_ealr[b], np.float64)
         judged = behaviours[b] if behaviours is not None else None
         articles.append(_article(trajectories.map(lambda x, b=b: np.asarray(x[b])), episode, tokenizer, judged, ealr))

@@ -138,7 +138,7 @@ def warm_start(
     progress: Progress | None = None,
     stop: StopSignal | None = None,
 ) -> TrainState | None:
-    """Trains from random parameters (or the last checkpoint) on demonstrations.
+    """Trains from the initial parameters (or the last checkpoint) on demonstrations.
 
     Args:
       policy: the decoder.
@@ -146,7 +146,7 @@ def warm_start(
       phases: demonstrations, phase by phase; none are needed where the last checkpoint is that of the last update.
       protocol: encodes them.
       config: the options.
-      seed: of the random parameters.
+      seed: of random initial parameters.
       checkpoints: where to continue from and save to.
       progress: shown while it runs.
       stop: polled after every update.

@@ -66,7 +66,9 @@ def test_table_fits_80_columns_and_shows_the_numbers():
     misleading = {**CONFLICT, "misled": 0.25}
     strata = {"conflict": CONFLICT, "agree": AGREE, "misleading": misleading}
     after = {**strata, "conflict": {**CONFLICT, "em": 0.75}, "misleading": {**misleading, "misled": 0.125}}
-    table = report.results_table(strata, after, oracle=strata, memory=strata, closed_book=(wilson(0.6, 120),) * 2)
+    table = report.results_table(
+        {"before": strata, "after": after, "oracle": strata, "memory": strata}, closed_book=(wilson(0.6, 120),) * 2
+    )
     text = rendered(table)
     assert "…" not in text
     lines = text.splitlines()
@@ -79,5 +81,5 @@ def test_table_fits_80_columns_and_shows_the_numbers():
 
 
 def test_table_without_scripted_agents():
-    text = rendered(report.results_table({"conflict": CONFLICT}, {"conflict": CONFLICT}))
+    text = rendered(report.results_table({"before": {"conflict": CONFLICT}, "after": {"conflict": CONFLICT}}))
     assert "oracle" not in text and "no passages" not in text

@@ -16,7 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # behind `&`: the programs under test shall hear Ctrl-C all the same
+# Behind `&` the shell has the tests ignore Ctrl-C; the programs they start shall hear it all the same.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402 (after the settings it reads)

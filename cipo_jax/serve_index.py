@@ -7,11 +7,14 @@ Listens on http://127.0.0.1:8000 unless serve_index.host and serve_index.port sa
 tell how it fares. SIGTERM finishes running requests and stops.
 """
 
+import sys
+
 from cipo_jax import cli
 from cipo_jax.retrieval.serve import serve_index
 
 
 def main() -> None:
+    print("opening the corpus, the encoder and the index ...", file=sys.stderr, flush=True)
     serve_index()
 
 

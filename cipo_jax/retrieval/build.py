@@ -72,7 +72,7 @@ def build_index(
         "embed_seconds": time.monotonic() - begin,
         "indices": {},
     }
-    tell(f"embeddings complete, checksum {numbers['embedding_checksum']}")
+    tell(f"embeddings complete after {numbers['embed_seconds']:.1f} s, checksum {numbers['embedding_checksum']}")
     queries = sample_queries(corpus, embedder, recall_queries) if recall_queries else None
     exact = exact_search(store, queries, 10) if queries is not None else None
     for spec in specs:
@@ -85,7 +85,7 @@ def build_index(
             found = index.search(queries, 10)[1]
             facts["queries_per_second"] = len(queries) / (time.monotonic() - begin)
             facts["recall_at_10"] = recall(found, exact)
-        index.save(index_folder(root, spec.factory), **facts)
+        index.save(index_folder(root, spec.factory), encoder=embedder.fingerprint, **facts)
         numbers["indices"][spec.factory] = facts
         quoted = f", recall@10 {facts['recall_at_10']:.4f} of exact" if queries is not None else ""
         tell(f"{spec.factory}: built in {seconds:.1f} s{quoted}")

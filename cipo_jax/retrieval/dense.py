@@ -14,6 +14,7 @@ from cipo_jax.retrieval.index import IndexSpec, VectorIndex, index_folder
 from cipo_jax.retrieval.retriever import Passage
 
 ORDERS = ("score", "shuffled")
+_OF_ENCODER = ("weights", "query_prefix", "passage_prefix", "pooling", "normalise")  # what queries and index must share
 
 
 def query_rng(query: str, seed: int) -> np.random.Generator:
@@ -42,6 +43,11 @@ class DenseRetriever:
             raise UserError(f"DenseRetriever.order={order!r} is not one of {', '.join(ORDERS)}")
         if len(index) != len(corpus):
             raise UserError(f"the index has {len(index)} rows but the corpus {len(corpus)}; build the index anew")
+        if index.dim != embedder.dim:
+            raise UserError(
+                f"the index holds vectors of {index.dim} numbers but the encoder makes {embedder.dim}; use the encoder "
+                "that the index was built with, or build it anew"
+            )
         self.corpus, self.embedder, self.index = corpus, embedder, index
         self.order, self.seed = order, seed
 
@@ -79,7 +85,7 @@ def dense_retriever(
 
     Args:
       corpus: passages the index was built over.
-      embedder: the encoder it was built with.
+      embedder: the encoder it was built with; another one is a `UserError`.
       folder: `build_index.folder`.
       spec: which of its indices, and how to search it; `Flat` if None.
       mmap: leave the vectors on disk and page them in as they are searched.
@@ -87,9 +93,17 @@ def dense_retriever(
       seed: of the shuffled order.
     """
     spec = spec or IndexSpec()
-    return DenseRetriever(
-        corpus, embedder, VectorIndex.load(index_folder(folder, spec.factory), spec, mmap), order, seed
-    )
+    index = VectorIndex.load(index_folder(folder, spec.factory), spec, mmap)
+    retriever = DenseRetriever(corpus, embedder, index, order, seed)
+    used, built = getattr(embedder, "fingerprint", {}), index.facts.get("encoder", {})
+    for name in _OF_ENCODER:
+        if used.get(name) != built.get(name, used.get(name)):
+            raise UserError(
+                f"the index in {folder} was built by an encoder with another {name} ({built[name]!r}, now "
+                f"{used.get(name)!r}); use that encoder, or build the index anew in another folder"
+            )
+    embedder.warm_up()
+    return retriever
 
 
 @gin.configurable

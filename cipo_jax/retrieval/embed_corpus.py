@@ -34,7 +34,7 @@ def embed_corpus(
       chunk_rows: rows encoded between two commits; lengths are sorted within a chunk.
       dtype: of the stored embeddings.
       verify: compare finished chunks with their checksums, and their texts with the corpus, before they are kept.
-      progress: called after each chunk with `(rows done, rows, passages per second of this call)`.
+      progress: called after each batch with `(rows done, rows, passages per second of this call)`.
     """
     process, processes = jax.process_index(), jax.process_count()
     fingerprint = embedder.fingerprint
@@ -51,6 +51,10 @@ def embed_corpus(
     done = sum(stop - start for start, stop in map(store.bounds, kept))
     encoded, begin = 0, time.monotonic()
 
+    def report(rows_encoded: int) -> None:
+        if progress:
+            progress(done + rows_encoded, rows, rows_encoded / (time.monotonic() - begin))
+
     def prepare(chunk: int) -> tuple[int, str, list[list[int]]]:
         texts = texts_of(chunk)
         return chunk, _texts_digest(texts), embedder.tokenise_passages(texts)
@@ -60,10 +64,9 @@ def embed_corpus(
         for following in [*todo[1:], None] if todo else []:
             chunk, texts_digest, ids = ahead.result()
             ahead = pool.submit(prepare, following) if following is not None else None
-            store.write(chunk, embedder.embed_ids(ids), texts_digest)
+            store.write(chunk, embedder.embed_ids(ids, lambda n, before=encoded: report(before + n)), texts_digest)
             encoded += len(ids)
-            if progress:
-                progress(done + encoded, rows, encoded / (time.monotonic() - begin))
+            report(encoded)
     return store
 
 

@@ -32,6 +32,10 @@ class Embedder(Protocol):
         """Returns `[len(texts), dim]` float32."""
         ...
 
+    def warm_up(self) -> None:
+        """Compiles whatever `embed_queries` may need, so that no search has to wait for it."""
+        ...
+
 
 def words(text: str) -> list[str]:
     """Lower-cased runs of letters, digits and underscores."""
@@ -89,6 +93,9 @@ class SparseProjection:
 
     def embed_passages(self, texts: Sequence[str]) -> np.ndarray:
         return self.embed_queries(texts)
+
+    def warm_up(self) -> None:
+        pass  # nothing is compiled
 
     def _vector(self, word: str) -> tuple[np.ndarray, np.ndarray]:
         if word not in self._vectors:

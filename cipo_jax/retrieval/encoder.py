@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import gin
@@ -116,16 +116,25 @@ class BertEmbedder:
         buckets: dict[int, list[int]] = {}
         ids = self.tokenise([self.spec.query_prefix + text for text in texts])
         for i, text_ids in enumerate(ids):
-            length = self.bucket
-            while length < len(text_ids):
-                length *= 2
-            buckets.setdefault(min(length, self.spec.max_tokens), []).append(i)
+            buckets.setdefault(next(n for n in self._query_lengths() if n >= len(text_ids)), []).append(i)
         step = self.query_batch * len(self._devices)
         for length, members in sorted(buckets.items()):
             for start in range(0, len(members), step):
                 chosen = members[start : start + step]
                 out[chosen] = self._run([ids[i] for i in chosen], step, length)[: len(chosen)]
         return out
+
+    def warm_up(self) -> None:
+        for length in self._query_lengths():
+            self._run([[0]], self.query_batch * len(self._devices), length).block_until_ready()
+
+    def _query_lengths(self) -> Iterator[int]:
+        """The lengths that queries are padded to, ascending."""
+        length = self.bucket
+        while length < self.spec.max_tokens:
+            yield length
+            length *= 2
+        yield self.spec.max_tokens
 
     def embed_passages(self, texts: Sequence[str]) -> np.ndarray:
         return self.embed_ids(self.tokenise_passages(texts))
@@ -139,18 +148,22 @@ class BertEmbedder:
         clean = [text.encode("utf-8", "replace").decode() for text in texts]
         return [encoding.ids for encoding in self._tokenizer.encode_batch(clean)]
 
-    def embed_ids(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
-        """Embeds tokenised texts: `[len(ids), dim]` float32."""
+    def embed_ids(self, ids: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None) -> np.ndarray:
+        """Embeds tokenised texts: `[len(ids), dim]` float32. `progress` is told how many are done after every batch."""
         out = np.zeros((len(ids), self.dim), np.float32)
         by_length = sorted(range(len(ids)), key=lambda i: (len(ids[i]), i))
         step = self.batch * len(self._devices)
         running: list[tuple[list[int], jax.Array]] = []
-        for start in range(0, len(by_length), step):
+        done = 0
+        # The longest first: what does not fit in memory fails at once, and the time left is not promised too short.
+        for start in reversed(range(0, len(by_length), step)):
             chosen = by_length[start : start + step]
             length = min(-(-len(ids[chosen[-1]]) // self.bucket) * self.bucket, self.spec.max_tokens)
             running.append((chosen, self._run([ids[i] for i in chosen], step, length)))
             if len(running) > 2:  # two batches queued keep an accelerator busy
-                _collect(out, *running.pop(0))
+                done += _collect(out, *running.pop(0))
+                if progress:
+                    progress(done)
         for members, vectors in running:
             _collect(out, members, vectors)
         return out
@@ -163,8 +176,9 @@ class BertEmbedder:
         return self._encode(self._params, ids_BL, lengths_B)
 
 
-def _collect(out: np.ndarray, members: list[int], vectors: jax.Array) -> None:
+def _collect(out: np.ndarray, members: list[int], vectors: jax.Array) -> int:
     out[members] = np.asarray(vectors)[: len(members)]
+    return len(members)
 
 
 def _encode(params, ids_BL, lengths_B, *, config: bert.BertConfig, spec: EncoderSpec) -> jax.Array:

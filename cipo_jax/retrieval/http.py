@@ -12,12 +12,14 @@ from typing import Any
 
 import gin
 import httpx
+from absl import logging as absl_logging
 
 from cipo_jax.errors import UserError
 from cipo_jax.retrieval.corpus import passage_from_record
 from cipo_jax.retrieval.retriever import Passage, RetrievalError
 
 _RETRIED_STATUS = {408, 425, 429}  # besides 5xx
+_TOLD_EVERY_S = 60
 
 
 class _Endpoint:
@@ -51,6 +53,8 @@ class HttpRetriever:
       max_response_bytes: larger answers are `malformed`.
       remembered: passages kept for `passage(row)`.
       trust_env: use proxies named in the environment.
+      must_answer: ask something at once, so that a service that is not there is a `UserError` now and not a failed
+        search at every turn of a run.
 
     Attributes:
       counts: `requests`, `retries`, and failed attempts by kind.
@@ -69,6 +73,7 @@ class HttpRetriever:
         max_response_bytes: int = 64 << 20,
         remembered: int = 100_000,
         trust_env: bool = False,
+        must_answer: bool = False,
     ):
         urls = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         bad = [u for u in urls if not u.startswith(("http://", "https://"))]
@@ -88,10 +93,32 @@ class HttpRetriever:
         self._next = 0
         self._seen: OrderedDict[int, Passage] = OrderedDict()
         self.counts: Counter[str] = Counter()
+        if must_answer:
+            self._ask_once()
 
     def retrieve(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         if not queries or top_k < 1:
             return [[] for _ in queries]
+        try:
+            return self._retrieve(queries, top_k)
+        except RetrievalError as error:
+            warning = "a search failed (%s): %s; all are counted, this is told at most once in %d s"
+            absl_logging.log_every_n_seconds(
+                absl_logging.WARNING, warning, _TOLD_EVERY_S, error.kind, error, _TOLD_EVERY_S
+            )
+            raise
+
+    def passage(self, row: int) -> Passage:
+        """Returns a passage that an earlier search showed; `IndexError` when none of those kept has this row."""
+        with self._lock:
+            if row not in self._seen:
+                raise IndexError(f"row {row} was not among the last {self._remembered} passages retrieved")
+            return self._seen[row]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _retrieve(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         clean = [query.encode("utf-8", "replace").decode() for query in queries]
         body = json.dumps({"queries": clean, "topk": top_k, "return_scores": True}).encode()
         for attempt in range(self._retries + 1):
@@ -109,15 +136,15 @@ class HttpRetriever:
                 return answer
         raise AssertionError("unreachable")
 
-    def passage(self, row: int) -> Passage:
-        """Returns a passage that an earlier search showed; `IndexError` when none of those kept has this row."""
-        with self._lock:
-            if row not in self._seen:
-                raise IndexError(f"row {row} was not among the last {self._remembered} passages retrieved")
-            return self._seen[row]
-
-    def close(self) -> None:
-        self._client.close()
+    def _ask_once(self) -> None:
+        try:
+            self._retrieve(["warm up"], 1)
+        except RetrievalError as error:
+            raise UserError(
+                f"the retrieval service does not answer ({error}); start it (python -m cipo_jax.serve_index), wait until "
+                "it says that it serves, or mend HttpRetriever.endpoints"
+            ) from None
+        self.counts.clear()
 
     def _choose(self) -> _Endpoint:
         now = time.monotonic()

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import faiss
 import gin
@@ -54,10 +55,11 @@ class VectorIndex:
     Args:
       index: a trained and filled FAISS index.
       spec: search parameters.
+      facts: what `index.json` says of an index that was loaded.
     """
 
-    def __init__(self, index: faiss.Index, spec: IndexSpec) -> None:
-        self.spec = spec
+    def __init__(self, index: faiss.Index, spec: IndexSpec, facts: Mapping[str, Any] | None = None) -> None:
+        self.spec, self.facts = spec, facts or {}
         self._index = index
         self._set_parameters()
 
@@ -108,20 +110,22 @@ class VectorIndex:
         """
         folder = Path(folder)
         try:
-            built = IndexSpec(**json.loads((folder / _DESCRIPTION).read_text())["spec"])
+            facts = json.loads((folder / _DESCRIPTION).read_text())
+            built = IndexSpec(**facts["spec"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder} holds no index ({error}); make one with build_index") from None
         if spec is not None and spec.factory != built.factory:
             raise UserError(f"{folder} holds {built.factory!r}, not {spec.factory!r}; build it or choose its folder")
         path = folder / _INDEX_FILE
         if not mmap:
-            logging.info(memory.preflight(f"index {path}", path.stat().st_size))
+            mend = "set dense_retriever.mmap = True to leave it on disk, or build a smaller index (IndexSpec.factory)"
+            logging.info(memory.preflight(f"index {path}", path.stat().st_size, mend))
         flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY if mmap else 0
         try:
             index = faiss.read_index(str(path), flags)
         except RuntimeError as error:
             raise UserError(f"{path} cannot be read ({str(error).splitlines()[-1][:200]}); build it again") from None
-        return cls(index, spec or built)
+        return cls(index, spec or built, facts)
 
     def save(self, folder: str | Path, **facts: object) -> None:
         """Writes the index and its description, with `facts` in it; each file is whole or absent."""

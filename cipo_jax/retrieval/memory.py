@@ -8,6 +8,7 @@ import faiss
 from cipo_jax.errors import UserError
 
 GIB = 2**30
+_SMALLER = "set IndexSpec.factory to a smaller index (IVF4096,SQ8 takes a quarter of Flat) or use a larger machine"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +97,10 @@ def available_bytes() -> int:
     return free if free is not None else 2**63
 
 
-def preflight(what: str, needed: int, available: int | None = None) -> str:
-    """Returns the line to show before `what` takes `needed` bytes; `UserError` when they are not there."""
+def preflight(what: str, needed: int, mend: str = _SMALLER, available: int | None = None) -> str:
+    """Returns the line to show before `what` takes `needed` bytes; `UserError`, with `mend`, when they are not there."""
     available = available_bytes() if available is None else available
     line = f"{what} needs {needed / GIB:.2f} GiB of memory; {available / GIB:.2f} GiB are available"
     if needed > available:
-        raise UserError(f"{line}; use a smaller index (IVF4096,SQ8 takes a quarter of Flat), mmap=True or more memory")
+        raise UserError(f"{line}; {mend}")
     return line

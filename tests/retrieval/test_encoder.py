@@ -65,6 +65,14 @@ def test_programs_are_bounded_by_buckets(embedder, tiny_encoder):
     assert fresh._encode._cache_size() <= 3 + 3  # passages 8, 16, 24; queries 8, 16, 24
 
 
+def test_after_the_warm_up_no_query_compiles(embedder, tiny_encoder):
+    fresh = BertEmbedder(str(tiny_encoder), embedder.spec, batch=4, query_batch=2, bucket=4, max_devices=1)
+    fresh.warm_up()
+    compiled = fresh._encode._cache_size()
+    fresh.embed_queries([" ".join(["w1"] * n) for n in range(0, 30, 2)])
+    assert fresh._encode._cache_size() == compiled == 4  # 4, 8, 16, 24
+
+
 @pytest.mark.parametrize("text", ["", "\x00", "\udce9 w1", "w1 " * 10_000, "🦊"])
 def test_hostile_texts_embed(embedder, text):
     vector = embedder.embed_queries([text])

@@ -1,5 +1,6 @@
 """Index types, saving and loading, memory estimates, and the whole build."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,8 @@ from cipo_jax.errors import UserError
 from cipo_jax.retrieval.build import build_index, duration, exact_search, recall
 from cipo_jax.retrieval.corpus import ListCorpus
 from cipo_jax.retrieval.dense import dense_retriever
+from cipo_jax.retrieval.embedding import SparseProjection
+from cipo_jax.retrieval.encoder import BertEmbedder
 from cipo_jax.retrieval.index import IndexSpec, VectorIndex, index_folder
 from cipo_jax.retrieval.memory import GIB, index_memory, preflight
 from cipo_jax.retrieval.store import EmbeddingStore, digest
@@ -95,7 +98,7 @@ def test_preflight_refuses_with_the_numbers():
 def test_index_larger_than_memory_is_refused_before_loading(tmp_path, monkeypatch):
     VectorIndex.from_embeddings(_vectors(100)).save(tmp_path)
     monkeypatch.setattr("cipo_jax.retrieval.memory.available_bytes", lambda: 5000)
-    with pytest.raises(UserError, match="GiB are available"):
+    with pytest.raises(UserError, match="GiB are available; set dense_retriever"):
         VectorIndex.load(tmp_path)
     assert len(VectorIndex.load(tmp_path, mmap=True)) == 100
 
@@ -113,7 +116,7 @@ def test_exact_search_equals_numpy(tmp_path):
     assert tied.tolist() == [3, 60]
 
 
-def test_build_index_end_to_end(embedder, tmp_path):
+def test_build_index_end_to_end(embedder, tiny_encoder, tmp_path):
     rng = np.random.default_rng(0)
     records = [{"title": f"w{i % 40}", "text": " ".join(f"w{j}" for j in rng.integers(0, 40, 6))} for i in range(300)]
     corpus, told = ListCorpus(records), []
@@ -128,6 +131,11 @@ def test_build_index_end_to_end(embedder, tmp_path):
         retriever = dense_retriever(corpus, embedder, str(tmp_path), spec)
         own = [corpus.passage(row).contents for row in range(0, 300, 30)]
         assert [found[0].row for found in retriever.retrieve(own, 3)] == list(range(0, 300, 30))
+    other = BertEmbedder(str(tiny_encoder), dataclasses.replace(embedder.spec, pooling="cls"))
+    with pytest.raises(UserError, match=r"another pooling \('mean', now 'cls'\)"):
+        dense_retriever(corpus, other, str(tmp_path), specs[0])
+    with pytest.raises(UserError, match="vectors of 16 numbers but the encoder makes 8"):
+        dense_retriever(corpus, SparseProjection(8), str(tmp_path), specs[0])
     again: list[str] = []
     assert build_index(corpus, embedder, str(tmp_path), specs[:1], 64, tell=again.append)["passages"] == 300
     assert not any("embedded" in line for line in again)

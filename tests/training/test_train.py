@@ -18,7 +18,7 @@ from cipo_jax.training.checkpoints import Checkpoints, abstract_like
 from cipo_jax.training.metrics import read_metrics
 from cipo_jax.training.policy import Learner, Policy
 
-TIMES = {"rollout_s", "scoring_s", "step_s", "tokens_per_s", "retrieval_seconds"}
+TIMES = {"rollout_s", "scoring_s", "step_s", "tokens_per_s", "retrieval_seconds", "retrieval_share"}
 
 
 @dataclasses.dataclass

@@ -76,10 +76,10 @@ def _tiles(x, block: int, axis: int):
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
-def _tile_map(query: Visibility, key: Visibility, block: int) -> jax.Array:
-    """`[nq, nk]` bool, False where no query of the tile can see any key of the other. Conservative.
+def _tile_list(query: Visibility, key: Visibility, block: int) -> tuple[jax.Array, jax.Array]:
+    """For every tile of queries the tiles of keys that some query in it can see: `[nq, nk]` numbers, and how many count.
 
-    Computed once per forward, outside the layers, so that skipping costs no reduction over the mesh per layer.
+    Conservative. Made once per forward, outside the layers, so that skipping costs no reduction over the mesh per layer.
     """
     big = jnp.int32(2**30)
     q, k = (jax.tree.map(lambda x: _tiles(x, block, 1), v) for v in (query, key))
@@ -97,7 +97,12 @@ def _tile_map(query: Visibility, key: Visibility, block: int) -> jax.Array:
     own = (low(q.segment, copied)[:, None] <= high(k.segment, copy)[None]) & (
         low(k.segment, copy)[None] <= high(q.segment, copied)[:, None]
     )
-    return trajectory | own
+    seen = trajectory | own
+    return jnp.argsort(~seen, axis=1, stable=True).astype(jnp.int32), seen.sum(1, dtype=jnp.int32)
+
+
+def _tile(tiles, number):
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tiles)
 
 
 def _rows(x_BKGQN):
@@ -116,40 +121,36 @@ def _scores(q_BKGQE, k_BKSE, mask_BQS):
     return jnp.where(mask_BQS[:, None, None], s.reshape(*q_BKGQE.shape[:4], -1), NEGATIVE)
 
 
-def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, possible):
+def _forward(q_tiles, k_tiles, v_tiles, query_tiles, key_tiles, seen):
     """Online-softmax attention over tiles: outputs `[nq, B, K, G, block, E]` and log-sum-exps `[nq, B, K, G, block]`."""
 
     wide = _wide(q_tiles)
 
     def query_step(_, xs):
-        q, query, row = xs
+        q, query, (order, count) = xs
 
-        def key_step(carry, xs):
-            k, v, key, maybe = xs
+        def key_step(n, carry):
+            m, total, acc = carry
+            k, v, key = _tile((k_tiles, v_tiles, key_tiles), order[n])
+            s = _scores(q, k, visible(query, key))
+            m_new = jnp.maximum(m, s.max(-1))
+            p = jnp.exp(s - m_new[..., None])
+            shrink = jnp.exp(m - m_new)
+            pv = jnp.einsum("bkrs,bkse->bkre", _rows(p).astype(v.dtype), v, preferred_element_type=_wide(v))
+            return m_new, total * shrink + p.sum(-1), acc * shrink[..., None] + pv.reshape(acc.shape)
 
-            def compute(carry):
-                m, total, acc = carry
-                mask = visible(query, key)
-                s = _scores(q, k, mask)
-                m_new = jnp.maximum(m, s.max(-1))
-                p = jnp.where(mask[:, None, None], jnp.exp(s - m_new[..., None]), 0.0)
-                shrink = jnp.exp(m - m_new)
-                pv = jnp.einsum("bkrs,bkse->bkre", _rows(p).astype(v.dtype), v, preferred_element_type=_wide(v))
-                return m_new, total * shrink + p.sum(-1), acc * shrink[..., None] + pv.reshape(acc.shape)
-
-            return jax.lax.cond(maybe, compute, lambda c: c, carry), None
-
-        start = (jnp.full(q.shape[:-1], NEGATIVE, wide), jnp.zeros(q.shape[:-1], wide), jnp.zeros(q.shape, wide))
-        (m, total, acc), _ = jax.lax.scan(key_step, start, (k_tiles, v_tiles, key_tiles, row))
+        # The maximum starts above a hidden score, so that a row that sees nothing adds up zeros.
+        start = (jnp.full(q.shape[:-1], 0.1 * NEGATIVE, wide), jnp.zeros(q.shape[:-1], wide), jnp.zeros(q.shape, wide))
+        m, total, acc = jax.lax.fori_loop(0, count, key_step, start)
         total = jnp.maximum(total, 1e-30)  # a padding row sees nothing: its output is 0
         return None, (acc / total[..., None], m + jnp.log(total))
 
-    return jax.lax.scan(query_step, None, (q_tiles, query_tiles, possible))[1]
+    return jax.lax.scan(query_step, None, (q_tiles, query_tiles, seen))[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(q_BKGLE, k_BKSE, v_BKSE, query, key, possible, block: int):
-    return _attend_forward(q_BKGLE, k_BKSE, v_BKSE, query, key, possible, block)[0]
+def _attend(q_BKGLE, k_BKSE, v_BKSE, query, key, seen, block: int):
+    return _attend_forward(q_BKGLE, k_BKSE, v_BKSE, query, key, seen, block)[0]
 
 
 def _untile(x, axis: int):
@@ -167,45 +168,40 @@ def _all_tiles(q, k, v, query, key, block):
     )
 
 
-def _attend_forward(q, k, v, query, key, possible, block):
-    out, lse = _forward(*_all_tiles(q, k, v, query, key, block), possible)
+def _attend_forward(q, k, v, query, key, seen, block):
+    out, lse = _forward(*_all_tiles(q, k, v, query, key, block), seen)
     out = _untile(out, 3).astype(v.dtype)
-    return out, (q, k, v, query, key, possible, out, lse)
+    return out, (q, k, v, query, key, seen, out, lse)
 
 
 def _attend_backward(block, residuals, d_out):
-    q, k, v, query, key, possible, out, lse_tiles = residuals
+    q, k, v, query, key, seen, out, lse_tiles = residuals
     q_tiles, k_tiles, v_tiles, query_tiles, key_tiles = _all_tiles(q, k, v, query, key, block)
     wide = _wide(q)
     d_tiles = _tiles(d_out.astype(wide), block, 3)
     delta_tiles = _tiles((d_out.astype(wide) * out.astype(wide)).sum(-1), block, 3)
 
     def query_step(carry, xs):
-        q, query, row, lse, d, delta = xs
+        q, query, (order, count), lse, d, delta = xs
 
-        def key_step(d_q, xs):
-            k, v, key, maybe, d_k, d_v = xs
+        def key_step(n, carry):
+            d_q, d_k, d_v = carry
+            k, v, key = _tile((k_tiles, v_tiles, key_tiles), order[n])
+            mask = visible(query, key)
+            p = jnp.where(mask[:, None, None], jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
+            d_p = jnp.einsum("bkre,bkse->bkrs", _rows(d), v.astype(wide))
+            d_s = _rows(p) * (d_p - _rows(delta[..., None]))
+            d_q = d_q + jnp.einsum("bkrs,bkse->bkre", d_s, k.astype(wide)).reshape(d_q.shape)
+            own_k = _tile(d_k, order[n]) + jnp.einsum("bkrs,bkre->bkse", d_s, _rows(q).astype(wide))
+            own_v = _tile(d_v, order[n]) + jnp.einsum("bkrs,bkre->bkse", _rows(p), _rows(d))
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=order[n], axis=0)
+            return d_q, put(d_k, own_k), put(d_v, own_v)
 
-            def compute(args):
-                d_q, d_k, d_v = args
-                mask = visible(query, key)
-                p = jnp.where(mask[:, None, None], jnp.exp(_scores(q, k, mask) - lse[..., None]), 0.0)
-                d_v = d_v + jnp.einsum("bkrs,bkre->bkse", _rows(p), _rows(d))
-                d_p = jnp.einsum("bkre,bkse->bkrs", _rows(d), v.astype(wide))
-                d_s = _rows(p) * (d_p - _rows(delta[..., None]))
-                d_q = d_q + jnp.einsum("bkrs,bkse->bkre", d_s, k.astype(wide)).reshape(d_q.shape)
-                d_k = d_k + jnp.einsum("bkrs,bkre->bkse", d_s, _rows(q).astype(wide))
-                return d_q, d_k, d_v
-
-            d_q, d_k, d_v = jax.lax.cond(maybe, compute, lambda a: a, (d_q, d_k, d_v))
-            return d_q, (d_k, d_v)
-
-        d_q = jnp.zeros(q.shape, wide)
-        d_q, carry = jax.lax.scan(key_step, d_q, (k_tiles, v_tiles, key_tiles, row, *carry))
-        return carry, d_q
+        d_q, *carry = jax.lax.fori_loop(0, count, key_step, (jnp.zeros(q.shape, wide), *carry))
+        return tuple(carry), d_q
 
     start = (jnp.zeros(k_tiles.shape, wide), jnp.zeros(v_tiles.shape, wide))
-    (d_k, d_v), d_q = jax.lax.scan(query_step, start, (q_tiles, query_tiles, possible, lse_tiles, d_tiles, delta_tiles))
+    (d_k, d_v), d_q = jax.lax.scan(query_step, start, (q_tiles, query_tiles, seen, lse_tiles, d_tiles, delta_tiles))
     return (
         _untile(d_q, 3).astype(q.dtype),
         _untile(d_k, 2).astype(k.dtype),
@@ -244,7 +240,7 @@ class PackedContext:
                 for f in dataclasses.fields(Visibility)
             }
         )
-        self.possible = _tile_map(self.visibility, self.visibility, self.block)
+        self.seen = _tile_list(self.visibility, self.visibility, self.block)
 
     def attention(self, q_BLHE, k_BLKE, v_BLKE, cache, layer):
         """See `models.decoder.Context`."""
@@ -257,7 +253,7 @@ class PackedContext:
 
         q = rows(q_BLHE * jnp.asarray(E**-0.5, q_BLHE.dtype)).reshape(B, -1, K, H // K, E).transpose(0, 2, 3, 1, 4)
         k, v = rows(k_BLKE).transpose(0, 2, 1, 3), rows(v_BLKE).transpose(0, 2, 1, 3)
-        out = _attend(q, k, v, self.visibility, self.visibility, self.possible, self.block)
+        out = _attend(q, k, v, self.visibility, self.visibility, self.seen, self.block)
         return out.transpose(0, 3, 1, 2, 4).reshape(B, -1, H, E)[:, :L], cache
 
     def delta(self, inputs, cache, layer):

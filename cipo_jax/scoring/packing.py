@@ -10,6 +10,8 @@ from cipo_jax.models.attention import Visibility
 from cipo_jax.scoring.copies import Copy
 from cipo_jax.types import Trajectories
 
+TILE = 64  # side of the smallest attention tile in use
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -152,11 +154,11 @@ def pack(
         n = len(copy)
         if n > shape[1]:
             raise ValueError(f"a copy of {n} tokens does not fit in copy_capacity={shape[1]}; raise it to at least {n}")
-        number = next((i for i, used in enumerate(filled) if used[row] + n <= shape[1]), len(streams))
+        number = next((i for i, used in enumerate(filled) if _first(used[row], n, align) + n <= shape[1]), len(streams))
         if number == len(streams):
             blank()
-        at = int(filled[number][row])
-        filled[number][row] = -(-(at + n) // align) * align
+        at = _first(int(filled[number][row]), n, align)
+        filled[number][row] = at + n
         place.append((number, int(row), at))
         s, to = streams[number], (row, slice(at, at + n))
         s["token"][to], s["position"][to] = copy.token, copy.position
@@ -173,8 +175,20 @@ def places_needed(copies: Sequence[Copy], rows: Sequence[int], align: int = 1) -
     """Places per row that hold all copies in one stream; at least one."""
     needed = np.zeros(max([*(int(r) for r in rows), 0]) + 1, int)
     for copy, row in zip(copies, rows, strict=True):
-        needed[row] += -(-len(copy) // align) * align
-    return max(1, int(needed.max()))
+        needed[row] = _first(needed[row], len(copy), align) + len(copy)
+    return max(1, -(-int(needed.max()) // align) * align)
+
+
+def _first(filled: int, length: int, align: int) -> int:
+    """Where a copy starts behind `filled` places.
+
+    One that would lie in an attention tile more than it needs starts at the next tile if that is near: a tile that two
+    copies share looks at what either of them sees.
+    """
+    at = -(-filled // align) * align
+    spare = -at % TILE
+    shares = (at % TILE + length - 1) // TILE > (length - 1) // TILE
+    return at + spare if shares and spare <= TILE // 4 else at
 
 
 def _stream(s: dict[str, np.ndarray]) -> CopyStream:

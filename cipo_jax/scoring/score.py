@@ -1,11 +1,12 @@
 """Log-probs of trajectories, seen and counterfactual, in one forward."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from cipo_jax.models.attention import PackedContext, Visibility
 from cipo_jax.scoring.logprobs import token_logprobs
-from cipo_jax.scoring.packing import CopyStream
+from cipo_jax.scoring.packing import TILE, CopyStream
 
 
 def shifted(x_BL):
@@ -13,15 +14,21 @@ def shifted(x_BL):
     return jnp.pad(x_BL[:, :-1], ((0, 0), (1, 0)))
 
 
+def tile_side(model) -> int:
+    """Side of an attention tile on a decoder's devices: a small one skips more, a large one fills a matrix unit."""
+    devices = jax.devices() if model.rules is None else model.rules.mesh.devices.flat
+    return TILE if devices[0].platform == "cpu" else 256
+
+
 class Scorer:
     """Scores tokens under a policy given by its graph definition.
 
     Args:
       graph: the decoder's graph definition.
-      block: side of an attention tile.
+      block: side of an attention tile; None for what suits the device.
     """
 
-    def __init__(self, graph: nnx.GraphDef, block: int = 256):
+    def __init__(self, graph: nnx.GraphDef, block: int | None = None):
         self.graph, self.block = graph, block
 
     def __call__(
@@ -52,17 +59,19 @@ class Scorer:
         index = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32)[None], (B, L))
         visibility = Visibility.causal(index < length_B[:, None], start_BL)
         positions = index if start_BL is None else index - start_BL
-        tokens, target = tokens_BL, jnp.pad(tokens_BL[:, 1:], ((0, 0), (0, 1)))
-        active = jnp.pad(active_BL[:, 1:], ((0, 0), (0, 1)))
+        target, active = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (tokens_BL, active_BL))
+        tokens = tokens_BL
         if copies is not None:
-            place = jnp.maximum(copies.target, 0)
             tokens = jnp.concatenate([tokens, copies.token], 1)
             positions = jnp.concatenate([positions, copies.position], 1)
-            target = jnp.concatenate([target, jnp.take_along_axis(tokens_BL, place, 1)], 1)
-            active = jnp.concatenate([active, copies.target >= 0], 1)
             visibility = visibility.concatenate(copies.visibility)
         model = nnx.merge(self.graph, params)
-        hidden, _ = model(tokens, positions, PackedContext(visibility, self.block, L))
-        logprob, entropy = token_logprobs(hidden, model.unembedding, target, active, temperature)
-        visible = shifted(logprob[:, :L]), shifted(entropy[:, :L])
-        return visible if copies is None else (*visible, logprob[:, L:])
+        hidden, _ = model(tokens, positions, PackedContext(visibility, self.block or tile_side(model), L))
+        logprob, entropy = token_logprobs(hidden[:, :L], model.unembedding, target, active, temperature, model.rules)
+        visible = shifted(logprob), shifted(entropy)
+        if copies is None:
+            return visible
+        target = jnp.take_along_axis(tokens_BL, jnp.maximum(copies.target, 0), 1)
+        wanted = copies.target >= 0
+        copied, _ = token_logprobs(hidden[:, L:], model.unembedding, target, wanted, temperature, model.rules)
+        return *visible, copied

@@ -10,7 +10,8 @@ from cipo_jax.distributed.mesh import mesh
 from cipo_jax.distributed.sharding import ShardingRules
 from cipo_jax.errors import UserError
 from cipo_jax.models.decoder import abstract_decoder, parameter_shardings
-from cipo_jax.scoring.counterfactuals import Masked, RandomSpan, Removed, Several, Window
+from cipo_jax.scoring.copies import masked_edges
+from cipo_jax.scoring.counterfactuals import Masked, RandomSpan, Removed, Several, Window, transitions
 from cipo_jax.scoring.evidence import EvidenceScorer, check
 from cipo_jax.scoring.passages import OnlyPassages, Replaced, non_supportive_only, other_evidence, supportive_only
 from cipo_jax.scoring.score import Scorer
@@ -129,6 +130,34 @@ def test_no_gradient_flows(case):
 
     grads = jax.jit(jax.grad(total))(policy[1])
     assert all(not np.asarray(g).any() for g in jax.tree.leaves(grads))
+
+
+class HidesNothing:
+    """Copies of everything behind the evidence that hide an empty block."""
+
+    name = "nothing"
+
+    def copies(self, trajectories, row, supportive_TK=None):
+        return [
+            masked_edges(self.name, turn, trajectories, row, (e1, e1), e1, (a0, a1))
+            for turn, _, e1, a0, a1 in transitions(trajectories, row, "content")
+        ]
+
+
+def test_masked_equals_visible_when_the_block_has_no_keys_to_see(case):
+    _, policy, scorer, trajectories = case
+    scorer.counterfactual = HidesNothing()
+    scores = scorer.score_packed(policy[1], trajectories, PLACES, rows=ROWS)
+    visible, _, hidden = scores.fetch()
+    assert sum(len(copy) for copy in scores.copies) > 30
+    np.testing.assert_allclose(hidden, visible, atol=1e-9)
+    # Observations without a passage: no copy is made, and the two are the same array.
+    scorer.counterfactual = Masked()
+    none = np.zeros_like(trajectories.content_span)
+    empty = trajectories.map(lambda x: none if x is trajectories.content_span else x)
+    scores = scorer.score_packed(policy[1], empty, PLACES, rows=ROWS)
+    visible, _, hidden = scores.fetch()
+    assert not list(scores.effects()) and np.array_equal(visible, hidden) and visible.any()
 
 
 def test_first_action_token_of_the_published_mask_is_exactly_unchanged(case):

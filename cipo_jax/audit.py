@@ -6,7 +6,8 @@ MODEL is a Hugging Face folder or a .gguf file of a supported architecture; the 
 Search-R1 text, chat messages with tool results, or this project's own token ids, as a JSON array or JSON lines.
 
 OUT then holds turns.jsonl (a line per retrieval turn), summary.json and audit.html: tokens coloured by how much the evidence
-changed them, what each passage did, and the answers that owe least to their evidence first.
+changed them, what each passage did, and the answers that owe least to their evidence first. Scores are kept as they come:
+the same command, given again, goes on where it was stopped.
 
     --study=faithfulness   masked against removed over every mask, and the lag at which evidence first matters
     --study=behaviour      regenerates the next action with the evidence deleted and replaced
@@ -30,9 +31,11 @@ from cipo_jax.errors import UserError
 from cipo_jax.evaluation.audit import AuditConfig, audit, summarise_audit, write_turns
 from cipo_jax.evaluation.audit_behaviour import BehaviourStudy, behaviour, behaviour_table
 from cipo_jax.evaluation.audit_page import write_page
+from cipo_jax.evaluation.audit_store import BatchStore
 from cipo_jax.evaluation.audit_studies import Faithfulness, faithfulness, faithfulness_table, write_faithfulness
 from cipo_jax.evaluation.transcripts import read_transcripts
 from cipo_jax.models.weights import load_decoder
+from cipo_jax.training.progress import Progress
 from cipo_jax.training.run_dir import write_atomic
 
 FLAGS = flags.FLAGS
@@ -63,35 +66,37 @@ def main() -> None:
     model = load_decoder(model_path, rules, dtype="float32", param_dtype="float32", remat=False)
     config = AuditConfig()
     arguments = transcripts, model, rules, tokenizer, config
-    with console.status("") as status:
-        done = 0
-
-        def progress(n: int) -> None:
-            nonlocal done
-            done += n
-            status.update(f"{done} of {len(transcripts)} transcripts")
-
+    about = {
+        "model": str(model_path.resolve()),
+        "trajectories": str(Path(FLAGS.trajectories).resolve()),
+        "transcripts": len(transcripts),
+        "config": repr(config),
+    }
+    with Progress().phase(FLAGS.study or "audit", len(transcripts)) as phase:
         if FLAGS.study == "faithfulness":
-            found = faithfulness(*arguments, Faithfulness(), progress)
-            written = write_faithfulness(out, found)
-            console.print(faithfulness_table(found))
-            console.print(f"evidence first matters at lag {found['lag']['first']}; skipped {found['skipped']}")
+            found = faithfulness(*arguments, Faithfulness(), phase.advance, BatchStore(out / "grid.jsonl", about))
         elif FLAGS.study == "behaviour":
-            found = behaviour(*arguments, BehaviourStudy(), progress)
-            written = [out / "behaviour.json"]
-            write_atomic(written[0], json.dumps(found, indent=1) + "\n")
-            console.print(behaviour_table(found))
+            found = behaviour(*arguments, BehaviourStudy(), phase.advance)
         else:
-            audited, skipped = audit(*arguments, progress)
-            summary = summarise_audit(audited, skipped, unreadable)
-            summary |= {"model": str(model_path), "unreadable": unreadable[:20], "device": jax.devices()[0].device_kind}
-            written = [out / "turns.jsonl", out / "summary.json", out / "audit.html"]
-            write_turns(written[0], audited)
-            write_atomic(written[1], json.dumps(summary, indent=1) + "\n")
-            title = f"{Path(FLAGS.trajectories).name} under {model_path.name}"
-            first = config.counterfactuals[0].name
-            write_page(written[2], title, audited, summary, tokenizer, first, FLAGS.page_limit)
-            console.print_json(data={k: v for k, v in summary.items() if k != "unreadable"})
+            audited, skipped = audit(*arguments, phase.advance, BatchStore(out / "scored.jsonl", about))
+    if FLAGS.study == "faithfulness":
+        written = write_faithfulness(out, found)
+        console.print(faithfulness_table(found))
+        console.print(f"evidence first matters at lag {found['lag']['first']}; skipped {found['skipped']}")
+    elif FLAGS.study == "behaviour":
+        written = [out / "behaviour.json"]
+        write_atomic(written[0], json.dumps(found, indent=1) + "\n")
+        console.print(behaviour_table(found))
+    else:
+        summary = summarise_audit(audited, skipped, unreadable)
+        summary |= {"model": str(model_path), "unreadable": unreadable[:20], "device": jax.devices()[0].device_kind}
+        written = [out / "turns.jsonl", out / "summary.json", out / "audit.html"]
+        write_turns(written[0], audited)
+        write_atomic(written[1], json.dumps(summary, indent=1) + "\n")
+        title = f"{Path(FLAGS.trajectories).name} under {model_path.name}"
+        first = config.counterfactuals[0].name
+        write_page(written[2], title, audited, summary, tokenizer, first, FLAGS.page_limit)
+        console.print_json(data={k: v for k, v in summary.items() if k != "unreadable"})
     for path in written:
         console.print(str(path), soft_wrap=True)
 

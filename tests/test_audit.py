@@ -14,7 +14,7 @@ from cipo_jax.data.tokenizer import build_tokenizer
 from cipo_jax.distributed.mesh import mesh
 from cipo_jax.distributed.sharding import ShardingRules
 from cipo_jax.errors import UserError
-from cipo_jax.evaluation.audit import AuditConfig, action_kind
+from cipo_jax.evaluation.audit import AuditConfig, TranscriptScorer, action_kind
 from cipo_jax.evaluation.audit_behaviour import Generator, auc, cut, decision
 from cipo_jax.evaluation.audit_page import histogram
 from cipo_jax.evaluation.audit_studies import Faithfulness, compare, lags
@@ -102,6 +102,32 @@ def test_audit_writes_records_summary_and_page(run):
     shown = [part.split('"')[0] for part in page.split('data-question="')[1:]]
     assert shown[: len(candidates)] == sorted(candidates & set(shown), key=last.get) or not candidates
     assert page.count("prior-driven candidate</span>") == len(candidates)
+
+
+def test_a_stopped_audit_goes_on_where_it_was(run, monkeypatch):
+    calls = []
+    score = TranscriptScorer.score
+
+    def counted(self, part, rows):
+        calls.append(len(part))
+        return score(self, part, rows)
+
+    monkeypatch.setattr(TranscriptScorer, "score", counted)
+    out = run()
+    whole = {name: (out / name).read_text() for name in ("turns.jsonl", "audit.html", "summary.json")}
+    batches = len(calls)
+    assert batches > 1 and sum(calls) == 8
+    stored = (out / "scored.jsonl").read_text()
+    for kept, again in ((stored, 0), (stored[:-9], 1), ("nonsense", batches)):
+        (out / "scored.jsonl").write_text(kept)
+        calls.clear()
+        run()
+        assert len(calls) == again
+        assert {name: (out / name).read_text() for name in whole} == whole
+        assert (out / "scored.jsonl").read_text() == stored
+    calls.clear()
+    run(["AuditConfig.passages = False"])  # another question
+    assert len(calls) == batches
 
 
 def test_faithfulness_study_covers_the_grid(run):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from cipo_jax.distributed.sharding import ShardingRules
 from cipo_jax.errors import UserError
+from cipo_jax.evaluation.audit_store import BatchStore
 from cipo_jax.evaluation.statistics import bootstrap_mean
 from cipo_jax.evaluation.transcript_tokens import encode_transcript, supportive_passages, trajectories_of
 from cipo_jax.evaluation.transcripts import Transcript
@@ -34,18 +35,20 @@ class AuditConfig:
       passages: also hide each passage alone.
       places: tokens of a row; several transcripts share one. Longer transcripts are cut.
       rows: rows scored at a time.
+      copies: places for copied tokens are taken in multiples of this; each multiple is compiled once.
       used: a passage counts as used above this many nats per token (our choice).
       prior_driven: an answer with less than this many nats per token is a candidate for a prior-driven one (our choice).
-      block: side of an attention tile.
+      block: side of an attention tile; None for what suits the device.
     """
 
     counterfactuals: Sequence[Counterfactual] = (Masked(), Removed())
     passages: bool = True
-    places: int = 2048
-    rows: int = 2
+    places: int = 4096
+    rows: int = 1
+    copies: int = 512
     used: float = 0.05
     prior_driven: float = 0.05
-    block: int = 256
+    block: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "counterfactuals", tuple(self.counterfactuals))
@@ -62,14 +65,12 @@ class Audited:
       row: its token ids and spans, arrays without the batch axis.
       token_difference: `[L]` float, visible minus counterfactual log-prob (nats) of the first counterfactual.
       turns: a JSON record per retrieval turn that was scored.
-      supportive: `[T, K]` bool, passages that hold a gold answer.
     """
 
     transcript: Transcript
     row: Trajectories
     token_difference: np.ndarray
     turns: list[dict[str, Any]]
-    supportive: np.ndarray
 
 
 class TranscriptScorer:
@@ -88,20 +89,42 @@ class TranscriptScorer:
     ):
         self.model, self.tokenizer, self.config = model, tokenizer, config
         scorer = Scorer(model.graph, config.block)
-        self.scorer = EvidenceScorer(scorer, counterfactual, rules, bucket=config.places // 4)
+        self.scorer = EvidenceScorer(scorer, counterfactual, rules, bucket=config.copies)
         self.skipped: Counter = Counter()
 
     def __call__(
         self, transcripts: Sequence[Transcript]
     ) -> Iterator[tuple[list[Transcript], EvidenceScores, np.ndarray]]:
         """Batches as `(transcripts, scores, supportive [B, T, K])`, in order."""
-        for part, rows in self._batches(transcripts):
-            batch = trajectories_of(rows)
-            supportive = supportive_passages(batch, [t.golds for t in part], self.tokenizer)
-            c = self.config
-            yield part, self.scorer.score_packed(self.model.params, batch, c.places, supportive, c.rows), supportive
+        for part, rows in self.batches(transcripts):
+            yield part, *self.score(part, rows)
 
-    def _batches(self, transcripts: Sequence[Transcript]):
+    def kept(
+        self,
+        transcripts: Sequence[Transcript],
+        distil: Callable[[list[Transcript], EvidenceScores, np.ndarray], list],
+        store: BatchStore | None = None,
+    ) -> Iterator[tuple[list[Transcript], list[dict[str, Any]], list]]:
+        """Batches as `(transcripts, encoded rows, distil(transcripts, scores, supportive))`.
+
+        What `distil` gives must be fit for JSON; the store keeps it, and batches that it already holds are not scored.
+        """
+        for number, (part, rows) in enumerate(self.batches(transcripts)):
+            found = None if store is None else store.get(number)
+            if found is None:
+                found = distil(part, *self.score(part, rows))
+                if store is not None:
+                    store.append(number, found)
+            yield part, rows, found
+
+    def score(self, part: Sequence[Transcript], rows: Sequence[Mapping]) -> tuple[EvidenceScores, np.ndarray]:
+        """The scores of one batch, and `[B, T, K]` bool, its passages that hold a gold answer."""
+        batch, c = trajectories_of(rows), self.config
+        supportive = supportive_passages(batch, [t.golds for t in part], self.tokenizer)
+        return self.scorer.score_packed(self.model.params, batch, c.places, supportive, c.rows), supportive
+
+    def batches(self, transcripts: Sequence[Transcript]) -> Iterator[tuple[list[Transcript], list[dict[str, Any]]]]:
+        """Transcripts with their encoded rows, as many as fill the rows of one pass; the same ones every time."""
         part, rows, filled = [], [], [0] * self.config.rows
         for transcript in transcripts:
             row, skipped = encode_transcript(transcript, self.tokenizer, self.config.places)
@@ -127,8 +150,16 @@ def audit(
     tokenizer: Any,
     config: AuditConfig,
     progress: Callable[[int], None] = lambda n: None,
+    store: BatchStore | None = None,
 ) -> tuple[list[Audited], Counter]:
-    """Scores transcripts; returns them with their records, and how many retrieval turns were left out by reason."""
+    """Scores transcripts; returns them with their records, and how many retrieval turns were left out by reason.
+
+    Args:
+      transcripts: to score.
+      model, rules, tokenizer, config: see `TranscriptScorer`.
+      progress: called with the number of transcripts of each batch that is done.
+      store: keeps what is scored, batch by batch, and spares the batches that it already holds.
+    """
     kinds = list(config.counterfactuals)
     if config.passages:
         most = max([0, *(len(p.passages) for t in transcripts for p in t.parts)])
@@ -136,30 +167,34 @@ def audit(
         kinds += [OnlyPassages(k) for k in range(most)]
     scorer = TranscriptScorer(model, rules, tokenizer, config, Several(kinds))
     found = []
-    for part, scores, supportive in scorer(transcripts):
-        found += _audited(part, scores, supportive, tokenizer, config)
+
+    def distil(part, scores, supportive):
+        return _scored(part, scores, supportive, tokenizer, config)
+
+    for part, rows, scored in scorer.kept(transcripts, distil, store):
+        for transcript, row, one in zip(part, rows, scored, strict=True):
+            row = trajectories_of([row]).map(lambda x: x[0])
+            difference = np.zeros(row.tokens.shape, np.float32)
+            for start, values in one["differences"]:
+                difference[start : start + len(values)] = values
+            found.append(Audited(transcript, row, difference, one["turns"]))
         progress(len(part))
     return found, scorer.skipped
 
 
-def _audited(part, scores: EvidenceScores, supportive, tokenizer, config: AuditConfig) -> list[Audited]:
+def _scored(part, scores: EvidenceScores, supportive, tokenizer, config: AuditConfig) -> list[dict[str, Any]]:
+    """Per transcript its records, and the first counterfactual's differences as `[first place, values]` per action."""
     batch, first = scores.trajectories, config.counterfactuals[0].name
-    difference = np.zeros(batch.tokens.shape, np.float32)
+    out: list[dict[str, Any]] = [{"turns": [], "differences": []} for _ in part]
     effects: dict[tuple[int, int], dict[str, Any]] = {}
     for e in scores.effects():
         effects.setdefault((e.row, e.turn), {}).setdefault(e.kind, []).append(e)
         if e.kind == first and e.action == e.turn + 1:
             start = int(batch.action_span[e.row, e.action, 0])
-            difference[e.row, start : start + len(e.difference)] = e.difference
-    out = []
-    for b, transcript in enumerate(part):
+            out[e.row]["differences"].append([start, np.round(e.difference, 4).tolist()])
+    for (b, turn), kinds in sorted(effects.items()):
         row = batch.map(lambda x, b=b: np.asarray(x[b]))
-        turns = [
-            _record(transcript, row, turn, kinds, supportive[b], tokenizer, config)
-            for (owner, turn), kinds in sorted(effects.items())
-            if owner == b
-        ]
-        out.append(Audited(transcript, row, difference[b], turns, supportive[b]))
+        out[b]["turns"].append(_record(part[b], row, turn, kinds, supportive[b], tokenizer, config))
     return out
 
 

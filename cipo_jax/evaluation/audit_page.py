@@ -17,7 +17,7 @@ MORE_STYLE = """
 .sample td,.sample th{padding:1px 10px 1px 0;text-align:left}
 .bar{display:inline-block;height:9px;border-radius:2px;vertical-align:middle}
 .panel{background:#fff;border:1px solid #d4d9df;border-radius:8px;padding:12px 18px;margin:0 0 24px;max-width:920px}
-.panel table{border-collapse:collapse}.panel td,.panel th{padding:2px 14px 2px 0;text-align:right}
+.panel table{border-collapse:collapse;margin:0 0 12px}.panel td,.panel th{padding:2px 14px 2px 0;text-align:right}
 .panel td:first-child,.panel th:first-child,.panel .facts td{text-align:left}
 .panel svg{margin:6px 18px 6px 0}
 """

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import stats
 
 from cipo_jax.evaluation.audit import AuditConfig, TranscriptScorer, quantiles
+from cipo_jax.evaluation.audit_store import BatchStore
 from cipo_jax.evaluation.transcripts import Transcript
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.scoring.counterfactuals import EVIDENCE_SPANS, MASK_ROWS, Masked, Removed, Several, Window
@@ -54,8 +55,9 @@ def faithfulness(
     config: AuditConfig,
     study: Faithfulness,
     progress: Callable[[int], None] = lambda n: None,
+    store: BatchStore | None = None,
 ) -> dict[str, Any]:
-    """Runs the study.
+    """Runs the study; arguments as of `audit`.
 
     Returns:
       `{"transitions", "grid": {mask: numbers}, "lag": ..}` and under `"values"` the EALR of every transition by mask.
@@ -68,13 +70,17 @@ def faithfulness(
     values: dict[str, dict[tuple, float]] = {kind.name: {} for kind in kinds.counterfactuals}
     by_lag: dict[tuple, dict[int, float]] = {}
     done = 0
-    for part, scores, _ in scorer(transcripts):
-        for e in scores.effects():
-            key = done + e.row, e.turn
-            if e.kind == later.name:
-                by_lag.setdefault(key, {})[e.action - e.turn] = e.ealr
+
+    def distil(part, scores, supportive):
+        return [[e.kind, e.row, e.turn, e.action - e.turn, e.ealr] for e in scores.effects()]
+
+    for part, _, effects in scorer.kept(transcripts, distil, store):
+        for kind, row, turn, lag, ealr in effects:
+            key = done + row, turn
+            if kind == later.name:
+                by_lag.setdefault(key, {})[lag] = ealr
             else:
-                values[e.kind][key] = e.ealr
+                values[kind][key] = ealr
         done += len(part)
         progress(len(part))
     del values[later.name]

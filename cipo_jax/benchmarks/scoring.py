@@ -7,6 +7,7 @@ decoder of 8 layers and width 256, float32. Every row of the table is timed in p
 the median over pairs.
 """
 
+import dataclasses
 import json
 import statistics
 import time
@@ -32,12 +33,24 @@ from cipo_jax.types import Role, Trajectories
 FLAGS = flags.FLAGS
 flags.DEFINE_string("json", None, "File for the numbers.")
 flags.DEFINE_integer("repeats", 9, "Pairs per row.")
-flags.DEFINE_integer("rows", 1, "Trajectories in a batch.")
-flags.DEFINE_integer("block", 256, "Side of an attention tile.")
+flags.DEFINE_integer("rows_together", 1, "Trajectories in a batch.")
+flags.DEFINE_integer("block", None, "Side of an attention tile; what suits the device by default.")
 flags.DEFINE_multi_enum("decoder", ["softmax", "hybrid"], ["softmax", "hybrid"], "Decoders to time.")
 flags.DEFINE_bool("all", True, "Time every counterfactual; False: those that the ratios need.")
 
-LENGTH, TURNS, EVIDENCE, ACTION, TAG = 2048, 4, 300, 120, 4
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a trajectory is made of, in tokens: a prompt that fills `length`, then actions with evidence between them."""
+
+    length: int = 2048
+    turns: int = 4
+    evidence: int = 300
+    action: int = 120
+    tag: int = 4  # at each end of the evidence
+    vocab: int = 8192
+
+
 SHAPE = dict(vocab_size=8192, width=256, depth=8, heads=8, kv_heads=2, head_dim=32, ffn=768)
 HYBRID = dict(
     period=("delta", "delta", "delta", "attention"), rotary=0.25, gated=True, zero_centred=True, delta_key_heads=4,
@@ -46,56 +59,57 @@ HYBRID = dict(
 CONFIGS = {"softmax": DecoderConfig(**SHAPE), "hybrid": DecoderConfig(**SHAPE, **HYBRID)}
 
 
-def trajectories(rows: int, sigma: float = 0.0, seed: int = 0) -> Trajectories:
-    """Host arrays of `rows` trajectories of `LENGTH` tokens.
+def trajectories(rows: int, sigma: float = 0.0, seed: int = 0, layout: Layout = Layout()) -> Trajectories:
+    """Host arrays of `rows` trajectories of one length.
 
     Args:
       rows: how many; each is a group of its own.
-      sigma: of the logarithm of the actions' lengths, whose mean stays `ACTION`; 0 makes all equal.
+      sigma: of the logarithm of the actions' lengths, whose mean stays; 0 makes all equal.
       seed: fixes tokens and lengths.
+      layout: lengths of the parts.
     """
     rng = np.random.default_rng(seed)
-    passages = 3
+    passages, L, T = 3, layout.length, layout.turns
     out = Trajectories(
-        tokens=rng.integers(0, SHAPE["vocab_size"], (rows, LENGTH)).astype(np.int32),
-        role=np.full((rows, LENGTH), Role.PROMPT, np.int8),
-        turn=np.full((rows, LENGTH), -1, np.int8),
-        behaviour_logprob=np.zeros((rows, LENGTH), np.float32),
-        length=np.full(rows, LENGTH, np.int32),
+        tokens=rng.integers(0, layout.vocab, (rows, L)).astype(np.int32),
+        role=np.full((rows, L), Role.PROMPT, np.int8),
+        turn=np.full((rows, L), -1, np.int8),
+        behaviour_logprob=np.zeros((rows, L), np.float32),
+        length=np.full(rows, L, np.int32),
         group=np.arange(rows, dtype=np.int32),
         stop_reason=np.ones(rows, np.int32),
-        action_span=np.zeros((rows, TURNS + 1, 2), np.int32),
-        evidence_span=np.zeros((rows, TURNS + 1, 2), np.int32),
-        content_span=np.zeros((rows, TURNS + 1, 2), np.int32),
-        passage_span=np.zeros((rows, TURNS + 1, passages, 2), np.int32),
-        passage_row=np.full((rows, TURNS + 1, passages), -1, np.int32),
+        action_span=np.zeros((rows, T + 1, 2), np.int32),
+        evidence_span=np.zeros((rows, T + 1, 2), np.int32),
+        content_span=np.zeros((rows, T + 1, 2), np.int32),
+        passage_span=np.zeros((rows, T + 1, passages, 2), np.int32),
+        passage_row=np.full((rows, T + 1, passages), -1, np.int32),
     )
     for b in range(rows):
-        lengths = np.full(TURNS + 1, ACTION)
+        lengths = np.full(T + 1, layout.action)
         if sigma:
-            drawn = rng.lognormal(-(sigma**2) / 2, sigma, TURNS + 1)
-            lengths = np.maximum(1, np.round(ACTION * drawn * (TURNS + 1) / drawn.sum())).astype(int)
-        at = LENGTH - int(lengths.sum()) - TURNS * EVIDENCE
+            drawn = rng.lognormal(-(sigma**2) / 2, sigma, T + 1)
+            lengths = np.maximum(1, np.round(layout.action * drawn * (T + 1) / drawn.sum())).astype(int)
+        at = L - int(lengths.sum()) - T * layout.evidence
         for t, n in enumerate(lengths.tolist()):
             out.action_span[b, t] = at, at + n
             out.role[b, at : at + n], out.turn[b, at : at + n] = Role.ACTION, t
             at += n
-            if t < TURNS:
-                out.evidence_span[b, t] = at, at + EVIDENCE
-                out.content_span[b, t] = inside = at + TAG, at + EVIDENCE - TAG
+            if t < T:
+                out.evidence_span[b, t] = at, at + layout.evidence
+                out.content_span[b, t] = inside = at + layout.tag, at + layout.evidence - layout.tag
                 edges = np.linspace(*inside, passages + 1).astype(int)
                 out.passage_span[b, t] = np.stack([edges[:-1], edges[1:]], 1)
                 out.passage_row[b, t] = np.arange(passages)
-                out.role[b, at : at + EVIDENCE], out.turn[b, at : at + EVIDENCE] = Role.OBSERVATION, t
-                at += EVIDENCE
+                out.role[b, at : at + layout.evidence], out.turn[b, at : at + layout.evidence] = Role.OBSERVATION, t
+                at += layout.evidence
     return out
 
 
 class Bench:
     """One decoder's programs, timed in pairs with its visible forward."""
 
-    def __init__(self, config: DecoderConfig, rows: int, block: int, repeats: int):
-        self.config, self.rows, self.repeats = config, rows, repeats
+    def __init__(self, config: DecoderConfig, rows: int, block: int | None, repeats: int, layout: Layout = Layout()):
+        self.config, self.rows, self.repeats, self.layout = config, rows, repeats, layout
         rules = ShardingRules(mesh(devices=jax.devices()[:1]))
         graph, self.params = init_decoder(config, 0, rules)
         self.scorer = jax.jit(Scorer(graph, block).__call__)
@@ -120,14 +134,14 @@ class Bench:
         owned = [(b, c) for b in range(len(t)) for c in kind.copies(t, b, supportive[b])]
         owner, copies = [b for b, _ in owned], [c for _, c in owned]
         align = self.config.copy_alignment
-        places = -(-places_needed(copies, owner, align) // 64) * 64
+        places = -(-places_needed(copies, owner, align) // 16) * 16
         (stream,) = pack(copies, owner, np.zeros(len(owner), int), (len(t), places), align).streams
         return self.run(t.tokens, t.length, t.action_mask, stream), places
 
     def per_turn(self, t: Trajectories) -> Callable[[], None]:
         """The naive way: one forward per turn, of the row up to its action without the evidence."""
         calls = [self.visible(t)]
-        for turn in range(TURNS):
+        for turn in range(self.layout.turns):
             (e0, e1), a1 = t.content_span[0, turn], t.action_span[0, turn + 1, 1]
             kept = np.r_[0:e0, e1:a1]
             n = np.full(len(t), len(kept), np.int32)
@@ -153,7 +167,7 @@ class Bench:
 
 def measure(bench: Bench, everything: bool) -> dict[str, dict[str, float]]:
     """The table of one decoder."""
-    t = trajectories(bench.rows)
+    t = trajectories(bench.rows, layout=bench.layout)
     base = bench.visible(t)
     kinds = {"visible_masked": Masked(), "visible_masked_removed": Several([Masked(), Removed()])}
     if everything:
@@ -174,7 +188,7 @@ def measure(bench: Bench, everything: bool) -> dict[str, dict[str, float]]:
         call, places = bench.packed(t, kind)
         table[name] = bench.ratio(call, base) | {"copied_places": places}
     if everything:
-        uneven = trajectories(bench.rows, sigma=0.8)
+        uneven = trajectories(bench.rows, sigma=0.8, layout=bench.layout)
         base_uneven = bench.visible(uneven)
         for name in ("visible_masked", "visible_masked_removed"):
             call, places = bench.packed(uneven, kinds[name])
@@ -192,9 +206,11 @@ def measure(bench: Bench, everything: bool) -> dict[str, dict[str, float]]:
 def main(_) -> None:
     tables = {}
     for name in FLAGS.decoder:
-        bench = Bench(CONFIGS[name], FLAGS.rows, FLAGS.block, FLAGS.repeats)
-        tables[name] = measure(bench, FLAGS.all)
-        shown = Table(title=f"{name}: {LENGTH} tokens, {TURNS} turns of {EVIDENCE} + {ACTION}, {FLAGS.rows} row(s)")
+        bench = Bench(CONFIGS[name], FLAGS.rows_together, FLAGS.block, FLAGS.repeats)
+        tables[name], at = measure(bench, FLAGS.all), bench.layout
+        shown = Table(
+            title=f"{name}: {FLAGS.rows_together} x {at.length} tokens, {at.turns} turns of {at.evidence} + {at.action}"
+        )
         for column in ("scored", "x visible forward", "seconds", "copied places"):
             shown.add_column(column, justify="left" if column == "scored" else "right")
         for row, n in tables[name].items():

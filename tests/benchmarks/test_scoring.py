@@ -23,7 +23,7 @@ def test_trajectories_have_the_stated_shape(sigma):
         ends += t.action_span[b, 4].tolist()
         assert ends == sorted(ends) and ends[-1] == 2048
         assert (t.role[b, : ends[0]] == Role.PROMPT).all()
-        assert (t.content_span[b, 0] == t.evidence_span[b, 0] + np.asarray([scoring.TAG, -scoring.TAG])).all()
+        assert (t.content_span[b, 0] == t.evidence_span[b, 0] + np.asarray([4, -4])).all()
     assert (t.passage_span[:, :4, 0, 0] == t.content_span[:, :4, 0]).all()
     assert (t.passage_span[:, :4, -1, 1] == t.content_span[:, :4, 1]).all()
 
@@ -31,17 +31,16 @@ def test_trajectories_have_the_stated_shape(sigma):
 def test_masked_copies_cost_the_closing_tag_and_the_action():
     t = scoring.trajectories(1)
     copies = Masked().copies(t, 0)
-    assert [len(c) for c in copies] == [scoring.TAG + 119] * 4
-    assert places_needed(copies, [0] * 4) == 4 * (scoring.TAG + 119)
+    assert [len(c) for c in copies] == [4 + 119] * 4
+    assert places_needed(copies, [0] * 4) == 3 * 128 + 4 + 119  # each at the border of a tile
     assert places_needed(copies, [0] * 4, DELTA_CHUNK) == 4 * 128
     assert len(Several([Masked(), Removed()]).copies(t, 0)) == 8
 
 
-def test_every_row_is_timed_against_the_visible_forward(monkeypatch):
-    for name, value in dict(LENGTH=256, EVIDENCE=24, ACTION=10).items():
-        monkeypatch.setattr(scoring, name, value)
+def test_every_row_is_timed_against_the_visible_forward():
+    layout = scoring.Layout(length=256, evidence=24, action=10)
     config = DecoderConfig(vocab_size=8192, width=16, depth=1, heads=2, kv_heads=1, head_dim=8, ffn=16)
-    table = scoring.measure(scoring.Bench(config, rows=1, block=64, repeats=1), everything=False)
+    table = scoring.measure(scoring.Bench(config, 1, 64, 1, layout), everything=False)
     assert set(table) == {"visible_masked", "visible_masked_removed"}
     assert [row["copied_places"] for row in table.values()] == [64, 128]
     assert all(row["ratio"] > 0 and row["seconds"] > 0 for row in table.values())

@@ -14,8 +14,8 @@ import jax
 
 from cipo_jax.distributed.mesh import mesh
 from cipo_jax.models.config import DecoderConfig
-from cipo_jax.plan import Plan, Programs
 from cipo_jax.rollout.engine import RolloutConfig
+from cipo_jax.training.programs import Programs
 from cipo_jax.training.step import Method
 
 HYBRID = dict(
@@ -36,8 +36,8 @@ def compile_seconds(depth: int, hybrid: bool) -> dict[str, tuple[float, float]]:
         vocab_size=1024, width=128, depth=depth, heads=4, kv_heads=2, head_dim=32, ffn=256, **(HYBRID if hybrid else {})
     )
     rollout = RolloutConfig(prompt_tokens=128, total_tokens=512, action_tokens=64, observation_tokens=64, unroll=False)
-    plan = Plan(decoder, rollout, Method(questions=4, samples=2, minibatches=1), lambda devices: mesh(devices=devices))
-    programs = Programs(plan, jax.devices()[:1])
+    method = Method(questions=4, samples=2, minibatches=1)
+    programs = Programs(decoder, rollout, method, mesh(devices=jax.devices()[:1]))
     seconds = {}
     for phase in ("update", "scoring", "rollout"):
         wall, processor = time.perf_counter(), time.process_time()

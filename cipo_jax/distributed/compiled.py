@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class Cost:
       arguments: its operands.
       outputs: its results, less those that reuse an operand's memory.
       temporaries: everything in between.
-      collectives: bytes that its collectives bring to one device, by kind; loops count every turn whose number is known.
+      collectives: bytes that its collectives bring to one device, by kind, every turn of every loop counted.
       error: the compiler's words when it did not fit at all.
     """
 
@@ -72,8 +73,8 @@ class Cost:
         return self.arguments + self.outputs + self.temporaries
 
 
-def compile_cost(lowered: jax.stages.Lowered) -> Cost:
-    """Compiles a lowered program and reads its cost."""
+def compile_cost(lowered: jax.stages.Lowered, turns: Mapping[str, int] | None = None) -> Cost:
+    """Compiles a lowered program and reads its cost; for `turns` see `collective_bytes`."""
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -87,55 +88,88 @@ def compile_cost(lowered: jax.stages.Lowered) -> Cost:
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        collectives=collective_bytes(compiled.as_text()),
+        collectives=collective_bytes(compiled.as_text(), turns),
     )
 
 
 _WIDTH = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1, "s16": 2, "s64": 8}
 _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _CALLS = re.compile(
-    r"(?:body|calls|to_apply|condition|branch_computations|true_computation|false_computation)="
-    r"\{?([^,}\s]+(?:, ?%[^,}\s]+)*)\}?"
+    r"(?:calls|to_apply|branch_computations|true_computation|false_computation|called_computations)="
+    r"\{?%?([^,}\s]+(?:, ?%[^,}\s]+)*)\}?"
 )
 
 
-def collective_bytes(text: str) -> dict[str, int]:
+def collective_bytes(text: str, turns: Mapping[str, int] | None = None) -> dict[str, int]:
     """Bytes that arrive at one device through each kind of collective, from a compiled program's text.
 
-    A loop's body counts as often as the compiler knows it to turn, once where it does not (`while` on data).
+    A loop's body counts as often as it turns: the number that the compiler notes, or that the loop's condition compares
+    its counter with. For a loop over a number that only the data knows, `turns` is asked.
+
+    Args:
+      text: the compiled program.
+      turns: by name of a `jax.named_scope`, how often a loop of unknown number turns that lies in the scope or has it in
+        its body; 1 where none applies.
     """
-    own: dict[str, dict[str, int]] = {}
-    calls: dict[str, list[tuple[str, int]]] = {}
-    entry = name = ""
+    computations, entry = _computations(text)
+    times = dict.fromkeys(computations, 0) | {entry: 1}  # how often each computation runs
+    found: dict[str, int] = {}
+    chains: dict[tuple[str, str], tuple[str, int]] = {}
+    for name in reversed(computations):  # callers are printed behind what they call
+        for line in computations[name]:
+            if match := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line):
+                count = _trip_count(line, computations.get(match[1], ()))
+                count = count or _guess(line, computations.get(match[2], ()), turns or {})
+                times[match[2]] = times.get(match[2], 0) + count * times[name]
+            for called in _CALLS.findall(line):
+                for one in called.split(","):
+                    one = one.strip().lstrip("%")
+                    times[one] = times.get(one, 0) + times[name]
+            if match := re.search(rf"= (.*?) ({_KINDS})(-start)?\(", line):
+                size = times[name] * _shape_bytes(match[1], bool(match[3]))
+                # The TPU compiler spreads a collective over fusions that compute something else meanwhile, also inside a
+                # loop; each names all of it. It happens as often as the rarest of them.
+                if part := re.search(r'channel_id=(\d+).*chain_id="(\d+)"', line):
+                    _, least = chains.get(part.groups(), ("", size))
+                    chains[part.groups()] = match[2], min(size, least)
+                else:
+                    found[match[2]] = found.get(match[2], 0) + size
+    for kind, size in chains.values():
+        found[kind] = found.get(kind, 0) + size
+    return {kind: size for kind, size in found.items() if size}
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation by its name, and the name of the entry."""
+    found: dict[str, list[str]] = {}
+    entry, lines = "", []
     for line in text.splitlines():
         if line and not line[0].isspace() and line.rstrip().endswith("{"):
             match = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
-            if match:
-                name = match[2]
-                entry = name if match[1] else entry
-                own[name], calls[name] = {}, []
-            continue
-        match = re.search(rf"= (.*?) ({_KINDS})(-start)?\(", line)
-        if match and name:
-            own[name][match[2]] = own[name].get(match[2], 0) + _shape_bytes(match[1], bool(match[3]))
-        turns = re.search(r'known_trip_count[\\":{ ]+n[\\": ]+(\d+)', line)
-        for called in _CALLS.findall(line):
-            for one in called.split(","):
-                calls.get(name, []).append((one.strip().lstrip("%"), int(turns[1]) if turns and "body=" in line else 1))
+            lines = found.setdefault(match[2], []) if match else []
+            entry = match[2] if match and match[1] else entry
+        else:
+            lines.append(line)
+    return found, entry
 
-    known: dict[str, dict[str, int]] = {}
 
-    def total(computation: str) -> dict[str, int]:
-        if computation not in known:
-            known[computation] = {}
-            found = dict(own.get(computation, {}))
-            for called, turns in calls.get(computation, []):
-                for kind, size in total(called).items():
-                    found[kind] = found.get(kind, 0) + turns * size
-            known[computation] = found
-        return known[computation]
+def _trip_count(line: str, condition: Sequence[str]) -> int:
+    """Turns of the loop in `line`; 0 if unknown."""
+    if match := re.search(r'known_trip_count[\\":{ ]+n[\\": ]+(\d+)', line):
+        return int(match[1])
+    constants = {}
+    for instruction in condition:
+        if match := re.search(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)", instruction):
+            constants[match[1]] = int(match[2])
+        if match := re.search(r"ROOT .* compare\((.*?), %?([\w.\-]+)\), direction=LT", instruction):
+            return constants.get(match[2], 0)  # loops count from 0
+    return 0
 
-    return total(entry)
+
+def _guess(line: str, body: Sequence[str], turns: Mapping[str, int]) -> int:
+    """The largest of `turns` whose scope is in the `op_name` of the loop or of an instruction of its body; else 1."""
+    names = " ".join(re.findall(r'op_name="([^"]*)"', "\n".join([line, *body])))
+    return max((count for scope, count in turns.items() if re.search(rf"\b{scope}\b", names)), default=1)
 
 
 def _shape_bytes(text: str, started: bool) -> int:

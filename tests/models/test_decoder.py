@@ -45,9 +45,19 @@ def full(model, tokens, lengths):
     return model.logits(model(tokens, positions, PackedContext(Visibility.causal(mask), 16))[0])
 
 
-@pytest.mark.parametrize("read", [None, 24, 99])
-@pytest.mark.parametrize("unroll", ["scanned", "unrolled", "unstacked"])
-def test_ways_to_run_the_layers_agree(unroll, read):
+@pytest.mark.parametrize(
+    "unroll,split,reads,read",
+    [
+        ("scanned", False, (), None),
+        ("scanned", False, (8, 24), 24),
+        ("unrolled", False, (), 24),
+        ("unrolled", True, (), None),
+        ("unstacked", True, (), 24),
+        ("unstacked", True, (8, 24, 30), 24),
+        ("unstacked", True, (8, 24), 99),
+    ],
+)
+def test_ways_to_run_the_layers_agree(unroll, split, reads, read):
     """Cached decoding in uneven chunks, against the whole forward; hybrid, so that both kinds of layers count right."""
     graph, params = init_decoder(HYBRID, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
     model = nnx.merge(graph, params)
@@ -62,7 +72,8 @@ def test_ways_to_run_the_layers_agree(unroll, read):
         hidden, cache = model(tokens, context.positions, context, cache, unroll=how)
         return model.logits(hidden), cache
 
-    cache, filled, got, at = KVCache.zeros(HYBRID, 3, 30), jnp.zeros(3, jnp.int32), [], 0
+    cache = KVCache.zeros(HYBRID, 3, 30, split=split, reads=reads)
+    filled, got, at = jnp.zeros(3, jnp.int32), [], 0
     for chunk in (7, 1, 1, 14):
         count = jnp.clip(lengths - at, 0, chunk)
         logits, cache = step(params, tokens[:, at : at + chunk], cache, filled, count, chunk)
@@ -73,25 +84,52 @@ def test_ways_to_run_the_layers_agree(unroll, read):
         np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-4)
 
 
-def test_places_behind_the_ones_read_are_written_and_kept():
+@pytest.mark.parametrize("split,reads", [(False, ()), (True, (5, 12))])
+def test_places_behind_the_ones_read_are_written_and_kept(split, reads):
     """A row beyond `read` gets a meaningless output, but its tokens are cached; the others do as ever."""
     graph, params = init_decoder(CONFIG, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
-    tokens, filled = jnp.asarray(np.random.default_rng(3).integers(0, 97, (3, 2)), jnp.int32), jnp.asarray([3, 0, 12])
+    tokens, filled = jnp.asarray(np.random.default_rng(3).integers(0, 97, (3, 2)), jnp.int32), jnp.asarray([3, 0, 11])
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(read):
-        cache = jax.tree.map(lambda x: jnp.full_like(x, 0.5), KVCache.zeros(CONFIG, 3, 16))
+        cache = KVCache.zeros(CONFIG, 3, 16, split=split, reads=reads)
+        cache = jax.tree.map(lambda x: jnp.full_like(x, 0.5), cache)
         context = CachedContext(filled, jnp.asarray([2, 1, 2]), 2, 16, read)
-        hidden, cache = nnx.merge(graph, params)(tokens, context.positions, context, cache)
-        return hidden, cache
+        model = nnx.merge(graph, params)
+        hidden, cache = model(tokens, context.positions, context, cache, unroll=split)
+        values = jnp.concatenate([jnp.concatenate(part) for part in cache.value], 3)
+        keys = jnp.concatenate([jnp.concatenate(part) for part in cache.key], 4)
+        return hidden, keys.swapaxes(3, 4), values
 
-    (whole, want), (part, got) = step(None), step(5)
+    (whole, *want), (part, *got) = step(None), step(5)
     np.testing.assert_allclose(part[0], whole[0], atol=1e-5)
     np.testing.assert_allclose(part[1, 0], whole[1, 0], atol=1e-5)
-    written = np.asarray(got.key != 0.5).all((0, 2, 4))
-    assert [np.flatnonzero(row).tolist() for row in written] == [[3, 4], [0], [12, 13]]
-    np.testing.assert_allclose(got.key[:, :2], want.key[:, :2], atol=1e-5)
-    np.testing.assert_allclose(got.key[0], want.key[0], atol=1e-5)
+    for x, y in zip(got, want, strict=True):
+        written = np.asarray(x != 0.5).all((0, 2, 4))
+        assert [np.flatnonzero(row).tolist() for row in written] == [[3, 4], [0], [11, 12]]
+        np.testing.assert_allclose(x[:, :2], y[:, :2], atol=1e-5)
+        np.testing.assert_allclose(x[0], y[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_row_moves_between_caches_cut_into_other_parts(split):
+    mine = KVCache.zeros(HYBRID, 3, 20, split=split, reads=(4, 9))
+    theirs = KVCache.zeros(HYBRID, 2, 13, split=split, reads=(8,))
+    rng = np.random.default_rng(0)
+    mine, theirs = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (mine, theirs))
+    got = jax.jit(KVCache.put_row)(mine, 2, theirs, 1)
+
+    def whole(parts, axis):
+        return np.concatenate([np.concatenate(stacks) for stacks in parts], axis)
+
+    for name, axis in (("key", 4), ("value", 3)):
+        before, new, after = (np.moveaxis(whole(getattr(c, name), axis), axis, 2) for c in (mine, theirs, got))
+        assert (after[:, :2] == before[:, :2]).all()
+        assert (after[:, 2, :13] == new[:, 1]).all()
+        assert (after[:, 2, 13:] == before[:, 2, 13:]).all()
+    for name in ("state", "history"):
+        for x, y, z in zip(*(jax.tree.leaves(getattr(c, name)) for c in (mine, theirs, got)), strict=True):
+            assert (z[:, :2] == x[:, :2]).all() and (z[:, 2] == y[:, 1]).all()
 
 
 def test_remat_policies_give_the_same_gradients():

@@ -116,6 +116,10 @@ HloModule m
 %cond (p: (s32[], f32[8])) -> pred[] {
   %c = pred[] compare(%a, %b)
 }
+%steps (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = f32[8]{0} add(%q, %q), metadata={op_name="jit(f)/while/body/while/body/step/add"}
+  %a2a = f32[2]{0} all-to-all(%q), dimensions={0}
+}
 %counted.body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body, metadata={op_name="jit(f)/while/body/inner/while"}
 }
@@ -130,6 +134,10 @@ HloModule m
 %second.step (p: bf16[8]) -> bf16[16] {
   %ag.2 = bf16[16]{0} all-gather(%p), channel_id=7, frontend_attributes={chain_id="3"}
 }
+%outer.body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %hoisted = f32[8]{0} copy(%q), metadata={op_name="jit(f)/while/body/while/body/step/add"}
+  %w = (s32[], f32[8]) while(%t), condition=%cond, body=%steps, metadata={op_name="jit(f)/while/body/while"}
+}
 %other (p: bf16[8]) -> bf16[16] {
   %ag.3 = bf16[16]{0} all-gather(%p), channel_id=8, frontend_attributes={chain_id="4"}
 }
@@ -137,6 +145,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   %cp = bf16[4]{0} collective-permute(%z), source_target_pairs={{0,1}}
   %v = (s32[], f32[8]) while(%t), condition=%counted.cond, body=%counted.body
+  %u = (s32[], f32[8]) while(%t), condition=%cond, body=%outer.body, metadata={op_name="jit(f)/while"}
   %f = bf16[16]{0} fusion(%p), kind=kCustom, calls=%first.step
   %g = bf16[16]{0} fusion(%f), kind=kCustom, calls=%second.step
   %h = bf16[16]{0} fusion(%f), kind=kCustom, calls=%other
@@ -144,15 +153,16 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 """
 
 
-@pytest.mark.parametrize("turns, inner", [(None, 1), ({"inner": 7, "inn": 100}, 7)])
+@pytest.mark.parametrize("turns, inner", [(None, 1), ({"inner": 7, "inn": 100, "step": 7}, 7)])
 def test_collective_bytes_of_a_text_counted_by_hand(turns, inner):
     # Three turns are noted, five are in a condition, and the scope of the loop inside those tells of its own. The two
-    # steps of one gather count once.
+    # steps of one gather count once. Of two loops around a scope the one whose body is in it turns.
     body = 3 + 5 * inner
     assert collective_bytes(TEXT, turns) == {
         "all-gather": body * 256 + 2 * 32,
         "all-reduce": body * 64,
         "collective-permute": 8,
+        "all-to-all": inner * 8,
     }
 
 

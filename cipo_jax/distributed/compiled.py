@@ -108,8 +108,8 @@ def collective_bytes(text: str, turns: Mapping[str, int] | None = None) -> dict[
 
     Args:
       text: the compiled program.
-      turns: by name of a `jax.named_scope`, how often a loop of unknown number turns that lies in the scope or has it in
-        its body; 1 where none applies.
+      turns: by name of a `jax.named_scope`, how often a loop of unknown number turns that lies in the scope, or whose body
+        does; 1 where none applies.
     """
     computations, entry = _computations(text)
     times = dict.fromkeys(computations, 0) | {entry: 1}  # how often each computation runs
@@ -167,9 +167,12 @@ def _trip_count(line: str, condition: Sequence[str]) -> int:
 
 
 def _guess(line: str, body: Sequence[str], turns: Mapping[str, int]) -> int:
-    """The largest of `turns` whose scope is in the `op_name` of the loop or of an instruction of its body; else 1."""
-    names = " ".join(re.findall(r'op_name="([^"]*)"', "\n".join([line, *body])))
-    return max((count for scope, count in turns.items() if re.search(rf"\b{scope}\b", names)), default=1)
+    """The largest of `turns` whose scope the loop is in, or which its body is in; of no loop around or inside it; else 1."""
+    if not (own := re.search(r'op_name="([^"]*)"', line)):
+        return 1
+    inside = re.findall(rf'op_name="{re.escape(own[1])}/body/([^"]*)"', "\n".join(body))
+    names = [own[1].removesuffix("/while").split("/while/")[-1], *(name.split("while")[0] for name in inside)]
+    return max((n for scope, n in turns.items() if any(re.search(rf"\b{scope}\b", name) for name in names)), default=1)
 
 
 def _shape_bytes(text: str, started: bool) -> int:

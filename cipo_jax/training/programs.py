@@ -174,9 +174,7 @@ class Programs:
     def _cache_bytes(self, rows: int, places: int) -> int:
         """Read off the program that makes such a cache, so that its layout is known there alone."""
         rules = self.policy.generation_rules
-        jaxpr = jax.make_jaxpr(
-            lambda: KVCache.zeros(self.decoder, getattr(self.config, "slots", None) or self.rows, self.length, rules)
-        )()
+        jaxpr = jax.make_jaxpr(lambda: KVCache.zeros(self.decoder, rows, places, rules))()
         placed = [
             jax.ShapeDtypeStruct(e.outvars[0].aval.shape, e.outvars[0].aval.dtype, sharding=e.params["sharding"])
             for e in jaxpr.eqns

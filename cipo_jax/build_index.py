@@ -1,4 +1,4 @@
-"""Embeds a corpus and builds vector indices over it; run it again to resume after a kill.
+r"""Embeds a corpus and builds vector indices over it; run it again to resume after a kill.
 
     python -m cipo_jax.build_index --gin_file=tasks/retrieval_minilm.gin \
         --gin_binding='CORPUS = "corpus.jsonl"' --gin_binding='ENCODER = "minilm/"' --gin_binding='INDEX = "index/"'

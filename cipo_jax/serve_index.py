@@ -1,4 +1,4 @@
-"""Serves a retriever over HTTP, in Search-R1's wire format on /retrieve and ReSearch's on /batch_search.
+r"""Serves a retriever over HTTP, in Search-R1's wire format on /retrieve and ReSearch's on /batch_search.
 
     python -m cipo_jax.serve_index --gin_file=tasks/retrieval_minilm.gin \
         --gin_binding='CORPUS = "corpus.jsonl"' --gin_binding='ENCODER = "minilm/"' --gin_binding='INDEX = "index/"'

@@ -1,9 +1,10 @@
 """Multi-turn rollouts with search as one compiled program.
 
-Every row is a slot with its own place in the cache. Tokens that are known but not yet forwarded (observations) are
-*forced* and go through a chunked extend step; the rest are sampled one at a time. The loop extends slots that are behind,
-decodes until every slot waits for an observation or is done, and asks the host for the observations. Each token of a
-trajectory is forwarded exactly once, prompts once per question, and nothing leaves the device per token.
+Trajectories are written in *slots*, each with its own place in the cache (`slots.py`). Tokens that are known but not yet
+forwarded (observations) are *forced* and go through a chunked extend step; the rest are sampled one at a time. The loop
+fills slots, extends those that are behind, decodes until there is something else to do, and turns to the host for
+observations (`environment.py`). Each token of a trajectory is forwarded exactly once, prompts once per question, and
+nothing leaves the device per token.
 """
 
 import dataclasses
@@ -11,7 +12,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,74 +28,53 @@ from cipo_jax.models.cache import CachedContext, KVCache
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import cast, parameter_shardings
 from cipo_jax.protocols.base import Protocol
-from cipo_jax.rollout.environment import Environment
-from cipo_jax.rollout.sampling import SAMPLERS, Sampling, sample
-from cipo_jax.rollout.stops import compile_stops, token_bytes
-from cipo_jax.types import Role, StopReason, Trajectories
+from cipo_jax.rollout.config import BLOCKING, LAG, RolloutConfig
+from cipo_jax.rollout.environment import AWAIT_ALL, AWAIT_ANY, LEAVE, TAKE, Environment
+from cipo_jax.rollout.sampling import Sampling, sample
+from cipo_jax.rollout.slots import (
+    Queue,
+    Slots,
+    empty_slots,
+    empty_text,
+    put_back,
+    refill,
+    refillable,
+    store,
+    take_behind,
+)
+from cipo_jax.rollout.transitions import Endings, append_observations, append_tokens
+from cipo_jax.types import Role, Trajectories
 
+__all__ = ["COUNTERS", "Rollout", "RolloutConfig"]
 
-@gin.configurable
-@dataclasses.dataclass(frozen=True)
-class RolloutConfig:
-    """Sizes of a rollout; all static.
-
-    Attributes:
-      max_turns: searches allowed; one more action may follow the last observation.
-      top_k: passages per search.
-      prompt_tokens: longest prompt.
-      action_tokens: cap of one action.
-      observation_tokens: cap of one observation.
-      total_tokens: cap of prompt, actions and observations together; the length of a row.
-      query_tokens: how many of an action's last ids go to the host, which must find the whole call in them.
-      chunk: forced tokens per extend step.
-      sampler: `gumbel` or `inverse_cdf`.
-      unroll: unroll the layers while generating (faster on CPU, compiles longer); None: on CPU only.
-    """
-
-    max_turns: int = 4
-    top_k: int = 3
-    prompt_tokens: int = 2048
-    action_tokens: int = 500
-    observation_tokens: int = 500
-    total_tokens: int = 4096
-    query_tokens: int = 64
-    chunk: int = 64
-    sampler: str = "gumbel"
-    unroll: bool | None = None
-
-    def __post_init__(self):
-        if self.sampler not in SAMPLERS:
-            raise UserError(f"RolloutConfig.sampler={self.sampler!r} is not one of {', '.join(SAMPLERS)}")
-        if self.prompt_tokens >= self.total_tokens:
-            raise UserError(
-                f"RolloutConfig.prompt_tokens={self.prompt_tokens} leaves nothing of total_tokens={self.total_tokens}"
-            )
+# What a rollout counts besides its trajectories.
+COUNTERS = (
+    "prompt_tokens",  # of the questions
+    "forwarded_tokens",  # through the model: prompts once per question, all observations, all sampled but each row's last
+    "padded_tokens",  # lanes of prefill, extend and decode steps that held no token
+    "extend_steps",  # prefill included
+    "decode_steps",
+    "ask_steps",  # calls of each shard to its host
+    "refills",  # slots that were given a further row
+    "slot_occupancy",  # sampled tokens per decode step and slot
+)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class _Slots:
-    """The loop's state; S slots, L token places, T = max_turns + 1 actions."""
+class _State:
+    """The loop's state. N rows, S slots."""
 
-    tokens: Any  # [S, L] i32
-    role: Any  # [S, L] i8
-    turn_of: Any  # [S, L] i8
-    logprob: Any  # [S, L] f32
-    length: Any  # [S] tokens known
-    cached: Any  # [S] tokens forwarded
-    turn: Any  # [S] current action
-    start: Any  # [S] first token of the current action
-    automaton: Any  # [S] state of the stop automaton
-    ended: Any  # [S] 0 running, 1 waits for its search, 2 waits for a correction
-    reason: Any  # [S] StopReason, 0 while alive
-    action_span: Any  # [S, T, 2]
-    evidence_span: Any  # [S, T, 2]
-    content_span: Any  # [S, T, 2]
-    passage_span: Any  # [S, T, K, 2]
-    passage_row: Any  # [S, T, K]
-    cache: Any
-    steps: Any  # [3] extend, decode and ask steps taken
-    useful: Any  # [2] tokens forwarded by extend and by decode steps
+    slots: Slots
+    cache: KVCache | None
+    out: Trajectories | None  # [N, ...] the finished ones; None if no slot is ever refilled
+    clock: Any  # decode steps taken or skipped
+    called: Any  # clock of the last host call
+    counts: dict[str, Any]
+
+    def count(self, **more) -> dict[str, Any]:
+        """The counts, some of them larger."""
+        return self.counts | {name: self.counts[name] + value for name, value in more.items()}
 
 
 class Rollout:
@@ -119,12 +98,8 @@ class Rollout:
     ):
         self.decoder, self.graph, self.config = decoder, graph, config
         self.environment, self.rules = environment, rules
-        protocol = environment.protocol
-        table = compile_stops(protocol.stop_strings, token_bytes(protocol.tokenizer, decoder.vocab_size))
-        self._next_state, self._found = table.next_state, table.found
-        self._terminal = np.asarray([False, *(stop in protocol.terminal_stops for stop in protocol.stop_strings)])
-        self._end_ids = np.zeros(decoder.vocab_size, bool)
-        self._end_ids[list(protocol.end_of_turn_ids)] = True
+        self._stops: dict[tuple, Endings] = {}
+        self._endings(environment.protocol)  # refuses a vocabulary that is too small
         unroll = config.unroll
         self._unroll = jax.default_backend() == "cpu" if unroll is None else unroll
         self._program = jax.jit(self._run, static_argnames=("samples",))
@@ -137,6 +112,7 @@ class Rollout:
         key: jax.Array,
         sampling: Sampling,
         protocol: Protocol | None = None,
+        action_limits: np.ndarray | None = None,
     ) -> tuple[Trajectories, dict[str, jax.Array]]:
         """Samples `samples` trajectories for each question.
 
@@ -146,19 +122,22 @@ class Rollout:
           samples: group size; the rows of question `q` are `q * samples ... (q + 1) * samples - 1`.
           key: random key of this rollout; a trajectory depends on it, the question's place and the sample's number.
           sampling: temperature and truncation (traced).
-          protocol: renders the prompts in place of the environment's protocol.
+          protocol: renders the prompts and says where actions stop, in place of the environment's protocol.
+          action_limits: `[B, max_turns + 1]` int32 token caps of each action, where they are below `action_tokens`.
 
         Returns:
-          Trajectories on the device (`B = questions x samples`) and counters: `extend_steps`, `decode_steps`,
-          `ask_steps`, `forwarded_tokens`, `prompt_tokens`.
+          Trajectories on the device (`B = questions x samples`) and the counters named in `COUNTERS`.
 
         Raises:
-          UserError: a prompt longer than `prompt_tokens`, or a number of questions that does not divide.
+          UserError: a prompt longer than `prompt_tokens`, or a number of questions or slots that does not divide.
         """
         c, shards = self.config, data_shards(self.rules.mesh)
         if len(questions) % shards:
             raise UserError(f"a batch of {len(questions)} questions does not divide over {shards} data shards")
-        prompts = [(protocol or self.environment.protocol).prompt_ids(q.question) for q in questions]
+        if c.slots is not None and c.slots % shards:
+            raise UserError(f"RolloutConfig.slots={c.slots} does not divide over {shards} data shards; use a multiple")
+        protocol = protocol or self.environment.protocol
+        prompts = [protocol.prompt_ids(q.question) for q in questions]
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
         if len(prompts[longest]) > c.prompt_tokens:
             raise UserError(
@@ -170,235 +149,217 @@ class Rollout:
             ids[i, : len(prompt)] = prompt
         self.environment.begin([q for q in questions for _ in range(samples)])
         counts = np.asarray([len(p) for p in prompts], np.int32)
-        ids, counts = self.rules.put_batch((ids, counts))
-        return self._program(params, ids, counts, key, sampling, samples=samples)
+        ids, counts, action_limits = self.rules.put_batch((ids, counts, action_limits))
+        ends = self._endings(protocol)
+        return self._program(params, ids, counts, key, sampling, ends, action_limits, samples=samples)
+
+    def _endings(self, protocol: Protocol) -> Endings:
+        """Kept by what they depend on."""
+        stops = protocol.stop_strings, protocol.terminal_stops, protocol.end_of_turn_ids, protocol.corrects_invalid
+        if stops not in self._stops:
+            self._stops[stops] = Endings.of(protocol, self.decoder.vocab_size)
+        return self._stops[stops]
 
     # Everything below is traced.
 
-    def _run(self, params, prompt_QP, prompt_count_Q, key, sampling: Sampling, samples: int):
+    def _run(self, params, prompt_QP, count_Q, key, sampling: Sampling, ends=None, limit_NT=None, *, samples: int):
+        c, mesh = self.config, self.rules.mesh
+        ends = jax.tree.map(jnp.asarray, self._endings(self.environment.protocol) if ends is None else ends)
         params = cast(params, self.decoder.compute_dtype)  # before it is gathered: what is read for every token
         params = jax.lax.with_sharding_constraint(params, parameter_shardings(params, self.rules))
         model = nnx.merge(self.graph, params)
         # Sliced once, outside of the loop over tokens.
         model_step = functools.partial(model, unroll=model.unstacked() if self._unroll else False)
+
+        N = count_Q.shape[0] * samples
+        S = min(c.slots or N, N)
+        T = c.max_turns + 1
+        limit = jnp.full((N, T), c.action_tokens) if limit_NT is None else jnp.minimum(limit_NT, c.action_tokens)
         with jax.named_scope("prefill"):
-            cache, steps = self._prefill(model_step, prompt_QP, prompt_count_Q)
-        slots = self._start(prompt_QP, prompt_count_Q, cache, samples)
-        slots = dataclasses.replace(slots, steps=slots.steps.at[0].add(steps))
-        rows = jnp.arange(slots.length.shape[0], dtype=jnp.int32)
-        keys = jax.vmap(lambda r: jax.random.fold_in(jax.random.fold_in(key, r // samples), r % samples))(rows)
+            hidden, cache, chunks = self._prefill(model_step, prompt_QP, count_Q)
+        queue = Queue(prompt_QP, count_Q, hidden, cache, self._rows(limit.astype(jnp.int32)))
+        slots = jax.tree.map(self._rows, empty_slots(empty_text(S, c.total_tokens, T, c.top_k), hidden))
+        out = jax.tree.map(self._rows, empty_text(N, c.total_tokens, T, c.top_k))
+        fill = functools.partial(refill, mesh, queue=queue)
+        cache = KVCache.zeros(self.decoder, S, c.total_tokens, self.rules, self._unroll, c.read_places)
+        slots, cache, out = fill(slots, cache, out)
+        zero = jnp.int32(0)
+        names = ("extend_steps", "decode_steps", "ask_steps", "forwarded")
+        state = _State(slots, cache, out if S < N else None, zero, zero - c.poll_steps, dict.fromkeys(names, zero))
+
+        per_shard = N // data_shards(mesh)
         extend = functools.partial(self._extend, model_step)
-        decode = functools.partial(self._decode, model_step, model.logits, keys, sampling)
+        decode = functools.partial(self._decode, model_step, model.logits, key, samples, sampling, ends)
 
-        def body(s: _Slots):
+        def body(s: _State):
             # Loops, not branches, around whatever writes the cache: XLA copies a conditional's operands.
-            s = jax.lax.while_loop(lambda s: (self._alive(s) & (s.length - s.cached > 1)).any(), extend, s)
-            s = jax.lax.while_loop(lambda s: (self._alive(s) & (s.ended == 0)).any(), decode, s)
-            light = dataclasses.replace(s, cache=None)
-            light = jax.lax.cond(self._alive(s).any(), functools.partial(self._ask, rows), lambda s: s, light)
-            return dataclasses.replace(light, cache=s.cache)
+            if s.out is not None:
+                slots, cache, out = fill(s.slots, s.cache, s.out)
+                s = dataclasses.replace(s, slots=slots, cache=cache, out=out)
+            s = jax.lax.while_loop(lambda s: s.slots.behind.any(), extend, s)
+            shorter = 0
+            for read in c.read_places:
+                s = jax.lax.while_loop(
+                    functools.partial(self._goes_on, per_shard, shorter, read), functools.partial(decode, read), s
+                )
+                shorter = read
+            light = dataclasses.replace(s, cache=None, out=None)
+            idle = ~(s.slots.running | refillable(s.slots, per_shard)).any()
+            ask = functools.partial(self._ask, idle)
+            light = jax.lax.cond(self._must_ask(s, idle), ask, lambda s: s, light)
+            return dataclasses.replace(light, cache=s.cache, out=s.out)
 
-        s = jax.lax.while_loop(lambda s: self._alive(s).any(), body, slots)
-        trajectories = Trajectories(
-            tokens=s.tokens,
-            role=s.role,
-            turn=s.turn_of,
-            behaviour_logprob=s.logprob,
-            length=s.length,
-            group=rows // samples,
-            stop_reason=s.reason,
-            action_span=s.action_span,
-            evidence_span=s.evidence_span,
-            content_span=s.content_span,
-            passage_span=s.passage_span,
-            passage_row=s.passage_row,
-        )
+        def unfinished(s: _State):
+            return (s.slots.alive | refillable(s.slots, per_shard)).any()
+
+        s = jax.lax.while_loop(unfinished, body, state)
+        trajectories = s.slots.text if s.out is None else store(mesh, s.slots, s.out)
+        counts, lanes = s.counts, self._extend_lanes(S)
+        forwarded = count_Q.sum() + counts["forwarded"]
+        lanes = counts["extend_steps"] * lanes + counts["decode_steps"] * S + chunks * c.chunk * count_Q.shape[0]
         counters = {
-            "extend_steps": s.steps[0],
-            "decode_steps": s.steps[1],
-            "ask_steps": s.steps[2],
-            "prompt_tokens": prompt_count_Q.sum(),
-            "forwarded_tokens": (prompt_count_Q - 1).sum() + s.useful.sum(),
+            "prompt_tokens": count_Q.sum(),
+            "forwarded_tokens": forwarded,
+            "padded_tokens": lanes - forwarded,
+            "extend_steps": chunks + counts["extend_steps"],
+            "decode_steps": counts["decode_steps"],
+            "ask_steps": counts["ask_steps"],
+            "refills": jnp.int32(N - S),
+            "slot_occupancy": (trajectories.role == Role.ACTION).sum() / jnp.maximum(counts["decode_steps"] * S, 1),
         }
-        return trajectories, counters
-
-    @staticmethod
-    def _alive(s: _Slots):
-        return s.reason == 0
+        return trajectories, {name: counters[name] for name in COUNTERS}
 
     def _rows(self, x):
         return jax.lax.with_sharding_constraint(x, self.rules.batch)
 
-    def _prefill(self, model, prompt_QP, prompt_count_Q):
-        """The cache of every prompt but its last token, whose forward gives the first logits, and the chunks it took."""
+    def _prefill(self, model, prompt_QP, count_Q):
+        """The last hidden state and the cache of every prompt, and the chunks it took."""
         c = self.config
-        cache = KVCache.zeros(self.decoder, prompt_QP.shape[0], c.total_tokens, self.rules)
-        padded = jnp.pad(prompt_QP, ((0, 0), (0, -prompt_QP.shape[1] % c.chunk)))
-        chunks = -(-(jnp.max(prompt_count_Q) - 1) // c.chunk)
+        Q, P = prompt_QP.shape
+        cache = KVCache.zeros(self.decoder, Q, P, self.rules, self._unroll)
+        padded = jnp.pad(prompt_QP, ((0, 0), (0, -P % c.chunk)))
+        chunks = -(-jnp.max(count_Q) // c.chunk)
 
-        def body(i, cache):
-            at = jnp.full_like(prompt_count_Q, i * c.chunk)
-            count = jnp.clip(prompt_count_Q - 1 - at, 0, c.chunk)
-            context = CachedContext(at, count, c.chunk, c.total_tokens)
+        def body(i, carry):
+            last, cache = carry
+            at = jnp.full_like(count_Q, i * c.chunk)
+            context = CachedContext(at, jnp.clip(count_Q - at, 0, c.chunk), c.chunk, P)
             tokens = jax.lax.dynamic_slice_in_dim(padded, i * c.chunk, c.chunk, 1)
-            return model(tokens, context.positions, context, cache)[1]
+            hidden, cache = model(tokens, context.positions, context, cache)
+            lane = jnp.clip(count_Q - 1 - at, 0, c.chunk - 1)[:, None, None]
+            ends = (count_Q - 1) // c.chunk == i
+            return jnp.where(ends[:, None], jnp.take_along_axis(hidden, lane, 1)[:, 0], last), cache
 
-        return jax.lax.fori_loop(0, chunks, body, cache), chunks
+        last = self._rows(jnp.zeros((Q, self.decoder.width), self.decoder.compute_dtype))
+        last, cache = jax.lax.fori_loop(0, chunks, body, (last, cache))
+        return last, cache, chunks
 
-    def _start(self, prompt_QP, prompt_count_Q, cache, samples: int) -> _Slots:
-        c = self.config
-        count = jnp.repeat(prompt_count_Q, samples)
-        S, T, K, L = count.shape[0], c.max_turns + 1, c.top_k, c.total_tokens
-        tokens = jnp.repeat(jnp.pad(prompt_QP, ((0, 0), (0, L - prompt_QP.shape[1]))), samples, 0)
-        prompt = jnp.arange(L)[None] < count[:, None]
-        i32 = functools.partial(jnp.zeros, dtype=jnp.int32)
-        spans = [i32((S, T, 2)) for _ in range(3)]
-        slots = _Slots(
-            tokens=jnp.where(prompt, tokens, 0),
-            role=jnp.where(prompt, Role.PROMPT, Role.PAD).astype(jnp.int8),
-            turn_of=jnp.full((S, L), -1, jnp.int8),
-            logprob=jnp.zeros((S, L), jnp.float32),
-            length=count,
-            cached=count - 1,
-            turn=i32(S),
-            start=count,
-            automaton=i32(S),
-            ended=i32(S),
-            reason=i32(S),
-            action_span=spans[0],
-            evidence_span=spans[1],
-            content_span=spans[2],
-            passage_span=i32((S, T, K, 2)),
-            passage_row=jnp.full((S, T, K), -1, jnp.int32),
-            cache=None,
-            steps=None,
-            useful=None,
-        )
-        slots = jax.tree.map(self._rows, slots)
-        return dataclasses.replace(slots, cache=cache.repeat(samples), steps=i32(3), useful=i32(2))
+    def _extend_lanes(self, slots: int) -> int:
+        """Lanes of one extend step."""
+        shards = data_shards(self.rules.mesh)
+        return min(self.config.extend_slots or slots, slots // shards) * shards * self.config.chunk
 
-    def _extend(self, model, s: _Slots) -> _Slots:
-        """Forwards up to a chunk of known tokens of the slots that are behind, all but each slot's last token."""
-        c = self.config
-        count = jnp.clip(s.length - 1 - s.cached, 0, c.chunk) * (s.reason == 0)
-        context = CachedContext(s.cached, count, c.chunk, c.total_tokens)
-        tokens = jnp.take_along_axis(s.tokens, jnp.minimum(context.positions, c.total_tokens - 1), 1)
-        with jax.named_scope("extend"):
-            _, cache = model(tokens, context.positions, context, s.cache)
-        return dataclasses.replace(
-            s,
-            cache=cache,
-            cached=s.cached + count,
-            steps=s.steps.at[0].add(1),
-            useful=s.useful.at[0].add(count.sum()),
-        )
+    def _extend(self, model, s: _State) -> _State:
+        """Forwards the known tokens of some slots that are behind, all but each slot's last token."""
+        c, mesh = self.config, self.rules.mesh
+        some = self._extend_lanes(s.slots.row.shape[0]) // c.chunk // data_shards(mesh)
+        whole = some * data_shards(mesh) == s.slots.row.shape[0]
+        index, slots, cache = (None, s.slots, s.cache) if whole else take_behind(mesh, s.slots, s.cache, some)
 
-    def _decode(self, model, unembed, keys, sampling, s: _Slots) -> _Slots:
+        def step(carry):
+            cached, cache, steps, forwarded = carry
+            count = jnp.clip(slots.text.length - 1 - cached, 0, c.chunk) * slots.alive
+            context = CachedContext(cached, count, c.chunk, c.total_tokens)
+            tokens = jnp.take_along_axis(slots.text.tokens, jnp.minimum(context.positions, c.total_tokens - 1), 1)
+            with jax.named_scope("extend"):
+                _, cache = model(tokens, context.positions, context, cache)
+            return cached + count, cache, steps + 1, forwarded + count.sum()
+
+        def behind(carry):
+            return dataclasses.replace(slots, cached=carry[0]).behind.any()
+
+        start = slots.cached, cache, jnp.int32(0), jnp.int32(0)
+        cached, cache, steps, forwarded = jax.lax.while_loop(behind, step, start)
+        if whole:
+            slots = dataclasses.replace(slots, cached=cached)
+        else:
+            slots, cache = put_back(mesh, s.slots, s.cache, index, cached, cache)
+        return dataclasses.replace(s, slots=slots, cache=cache, counts=s.count(extend_steps=steps, forwarded=forwarded))
+
+    def _goes_on(self, per_shard: int, shorter: int, read: int, s: _State):
+        """Whether what comes next is a decode step that has to read more than `shorter` and at most `read` places."""
+        slots = s.slots
+        longest = jnp.max(jnp.where(slots.running, slots.cached + 1, 0))
+        interrupted = refillable(slots, per_shard).any() | self._must_ask(s, False)
+        return (shorter < longest) & (longest <= read) & ~interrupted
+
+    def _decode(self, model, unembed, key, samples: int, sampling, ends: Endings, read: int, s: _State) -> _State:
         """Forwards the last token of every running slot and samples the next one."""
-        c = self.config
-        L, row = c.total_tokens, jnp.arange(s.length.shape[0])
-        running = (s.reason == 0) & (s.ended == 0)
-        context = CachedContext(s.cached, running.astype(jnp.int32), 1, L)
-        last = jnp.take_along_axis(s.tokens, s.cached[:, None], 1)
+        c, slots, text = self.config, s.slots, s.slots.text
+        fresh = slots.cached == text.length  # the prompt's last hidden state is there already
+        forward = slots.running & ~fresh
+        context = CachedContext(slots.cached, forward.astype(jnp.int32), 1, c.total_tokens, read)
+        last = jnp.take_along_axis(text.tokens, slots.cached[:, None], 1)
         with jax.named_scope("decode"):
             hidden, cache = model(last, context.positions, context, s.cache)
-            logits = unembed(hidden[:, 0])
+            logits = unembed(jnp.where(fresh[:, None], slots.hidden, hidden[:, 0]))
         with jax.named_scope("sample"):
-            keys = jax.vmap(jax.random.fold_in)(keys, s.length)
+            keys = jax.vmap(functools.partial(_token_key, key, samples))(slots.row, text.length)
             token, logprob = sample(logits, keys, sampling, c.sampler)
-        place = jnp.where(running, s.length, L)
-
-        def write(array, value):
-            return array.at[row, place].set(value, mode="drop")
-
-        length = s.length + running
-        found = jnp.asarray(self._found)[token, s.automaton]
-        stopped = running & (found > 0)
-        answered = stopped & jnp.asarray(self._terminal)[found]
-        silent = running & ~stopped & (jnp.asarray(self._end_ids)[token] | (length - s.start >= c.action_tokens))
-        over = (stopped & ~answered) | silent  # the action ended and something has to follow
-        full = running & ~answered & (length >= L)
-        last_turn = over & (s.turn >= c.max_turns)
-        quiet = silent if not self.environment.protocol.corrects_invalid else jnp.zeros_like(silent)
-        reason = jnp.select(
-            [answered, full, last_turn, quiet],
-            [StopReason.ANSWER, StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT, StopReason.END_OF_TURN],
-            0,
-        )
-        ends = answered | over | full
-        span = jnp.stack([s.start, length], -1)
-        turn = jnp.where(ends, s.turn, c.max_turns + 1)
+        slots = dataclasses.replace(slots, cached=slots.cached + forward)
         return dataclasses.replace(
             s,
-            tokens=write(s.tokens, token),
-            role=write(s.role, jnp.int8(Role.ACTION)),
-            turn_of=write(s.turn_of, s.turn.astype(jnp.int8)),
-            logprob=write(s.logprob, logprob),
-            length=length,
-            cached=s.cached + running,
-            automaton=jnp.where(running, jnp.asarray(self._next_state)[token, s.automaton], s.automaton).astype(
-                jnp.int32
-            ),
-            ended=jnp.where(over & (reason == 0), jnp.where(stopped, 1, 2), s.ended),
-            reason=jnp.where(running, reason, s.reason),
-            action_span=s.action_span.at[row, turn].set(span, mode="drop"),
+            slots=append_tokens(slots, token, logprob, ends),
             cache=cache,
-            steps=s.steps.at[1].add(1),
-            useful=s.useful.at[1].add(running.sum()),
+            clock=s.clock + 1,
+            counts=s.count(decode_steps=1, forwarded=forward.sum()),
         )
 
-    def _ask(self, rows, s: _Slots) -> _Slots:
-        """Hands the waiting slots' calls to the host and writes the observations behind them."""
-        c = self.config
+    def _due(self, s: _State):
+        """`[S]` bool, waiting slots whose answer is taken now and not later, by `retrieval_lag`."""
+        return (s.slots.ticket > 0) & (s.clock >= s.slots.asked + self.config.retrieval_lag)
+
+    def _must_ask(self, s: _State, idle):
+        """Whether the host is to be called; `idle` if no slot has anything else to do."""
+        c, waiting = self.config, s.slots.waiting
+        if c.retrieval == BLOCKING:
+            return idle & waiting.any()
+        may = s.clock - s.called >= c.poll_steps
+        if c.retrieval == LAG:
+            return self._due(s).any() | (waiting & (idle | (may & (s.slots.ticket == 0)))).any()
+        return (waiting & (idle | may)).any()
+
+    def _ask(self, idle, s: _State) -> _State:
+        """Hands the waiting slots' calls to the host and writes the observations that came behind them."""
+        c, slots, text = self.config, s.slots, s.slots.text
         L, Q = c.total_tokens, c.query_tokens
-        row = jnp.arange(s.length.shape[0])
-        waiting = (s.reason == 0) & (s.ended > 0)
-        tail_count = jnp.minimum(s.length - s.start, Q)
-        at = (s.length - tail_count)[:, None] + jnp.arange(Q)[None]
-        tail = jnp.take_along_axis(s.tokens, jnp.minimum(at, L - 1), 1)
-        budget = jnp.clip(L - 1 - s.length, 0, c.observation_tokens)  # at least one token must follow
-        reply = self._call_host(jnp.where(waiting, s.ended, 0), rows, tail, tail_count, budget)
-        count, content, passages, passage_rows, ids = self.environment.layout.read(reply)
-        count = jnp.where(waiting, count, 0)
-        place = jnp.arange(ids.shape[1])[None]
-        place = jnp.where(place < count[:, None], s.length[:, None] + place, L)
-
-        def write(array, value):
-            return array.at[row[:, None], place].set(value, mode="drop")
-
-        evidence = waiting & (content[:, 1] > content[:, 0])
-        turn = jnp.where(evidence, s.turn, c.max_turns + 1)
-        shown = passages[..., 1] > passages[..., 0]
-        begin = s.length[:, None]
-        length = s.length + count
-        return dataclasses.replace(
-            s,
-            tokens=write(s.tokens, ids),
-            role=write(s.role, jnp.int8(Role.OBSERVATION)),
-            turn_of=write(s.turn_of, s.turn[:, None].astype(jnp.int8)),
-            length=length,
-            turn=s.turn + (count > 0),
-            start=jnp.where(count > 0, length, s.start),
-            automaton=jnp.where(waiting, 0, s.automaton),
-            ended=jnp.where(waiting, 0, s.ended),
-            reason=jnp.where(waiting & (count == 0), StopReason.TOKEN_LIMIT, s.reason),
-            evidence_span=s.evidence_span.at[row, turn].set(jnp.stack([s.length, length], -1), mode="drop"),
-            content_span=s.content_span.at[row, turn].set(content + begin, mode="drop"),
-            passage_span=s.passage_span.at[row, turn].set(
-                jnp.where(shown[..., None], passages + begin[..., None], 0), mode="drop"
-            ),
-            passage_row=s.passage_row.at[row, turn].set(passage_rows, mode="drop"),
-            steps=s.steps.at[2].add(1),
-        )
+        new = slots.waiting & (slots.ticket == 0)
+        slots = dataclasses.replace(slots, asked=jnp.where(new, s.clock, slots.asked))
+        clock = s.clock
+        if c.retrieval == BLOCKING:
+            want = jnp.full_like(slots.row, AWAIT_ALL)
+        elif c.retrieval == LAG:
+            due = jnp.where(slots.waiting, slots.asked + c.retrieval_lag, jnp.iinfo(jnp.int32).max)
+            clock = jnp.where(idle, jnp.maximum(clock, due.min()), clock)  # steps in which nobody could decode
+            want = jnp.where(due <= clock, AWAIT_ALL, LEAVE)
+        else:
+            want = jnp.full_like(slots.row, 1) * jnp.where(idle, AWAIT_ANY, TAKE)
+        tail_count = jnp.minimum(text.length - slots.start, Q)
+        at = (text.length - tail_count)[:, None] + jnp.arange(Q)[None]
+        tail = jnp.take_along_axis(text.tokens, jnp.clip(at, 0, L - 1), 1)
+        budget = jnp.clip(L - 1 - text.length, 0, c.observation_tokens)  # at least one token must follow
+        reply = self._call_host(new, slots.row, tail, tail_count, budget, slots.ticket, want)
+        slots = append_observations(slots, reply, self.environment.layout)
+        return dataclasses.replace(s, slots=slots, clock=clock, called=clock, counts=s.count(ask_steps=1))
 
     def _call_host(self, *operands):
         """One host call per data shard. Tensor peers hold copies of the same rows: one of them calls, all get its reply."""
-        mesh, width = self.rules.mesh, self.environment.layout.width
+        mesh, width = self.rules.mesh, 1 + self.environment.layout.width
         peers = mesh.shape["tensor"]
 
         def shard(*operands):
             shape = jax.ShapeDtypeStruct((operands[0].shape[0], width), jnp.int32)
-            call = functools.partial(io_callback, self.environment.reply, shape)
+            call = functools.partial(io_callback, self.environment.exchange, shape)
             if peers == 1:
                 return call(*operands)
             first = jax.lax.axis_index("tensor") == 0
@@ -409,3 +370,10 @@ class Rollout:
         return shard_map(shard, mesh=mesh, in_specs=tuple(spec for _ in operands), out_specs=spec, check_vma=False)(
             *operands
         )
+
+
+def _token_key(key, samples: int, row, place):
+    """The key of one token, by its question's and its sample's number."""
+    for number in (row // samples, row % samples, place):
+        key = jax.random.fold_in(key, number)
+    return key

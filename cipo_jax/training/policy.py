@@ -53,7 +53,15 @@ class Policy:
 
     def environment(self, task: Task, config: RolloutConfig) -> Environment:
         """The host side of rollouts on `task`."""
-        return Environment(task.protocol, task.retrievers, config.top_k, config.observation_tokens)
+        c = config
+        return Environment(
+            task.protocol,
+            task.retrievers,
+            c.top_k,
+            c.observation_tokens,
+            timeout_s=c.retrieval_timeout_s,
+            workers=c.retrieval_workers,
+        )
 
     def rollout(self, environment: Environment, config: RolloutConfig) -> Rollout:
         """The rollout program."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -101,3 +102,13 @@ def build_setting(fsdp: int = 1, tensor: int = 1, retriever=None, protocol=Searc
     talk = protocol(tiny_tokenizer(), instruction="{question}\n")
     environment = Environment(talk, {"default": retriever or Echo()}, CONFIG.top_k, CONFIG.observation_tokens)
     return Setting(rules, graph, params, environment)
+
+
+def assert_same_trajectories(got, want):
+    """Equal up to rounding of the log-probs."""
+    for field in dataclasses.fields(want):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        if field.name == "behaviour_logprob":
+            np.testing.assert_allclose(a, b, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=field.name)

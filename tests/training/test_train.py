@@ -18,7 +18,16 @@ from cipo_jax.training.checkpoints import Checkpoints, abstract_like
 from cipo_jax.training.metrics import read_metrics
 from cipo_jax.training.policy import Learner, Policy
 
-TIMES = {"rollout_s", "scoring_s", "step_s", "tokens_per_s", "retrieval_seconds", "retrieval_share"}
+TIMES = {
+    "rollout_s",
+    "scoring_s",
+    "step_s",
+    "tokens_per_s",
+    "retrieval_seconds",
+    "retrieval_wait_seconds",
+    "retrieval_busy_seconds",
+    "retrieval_share",
+}
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ the configuration to change. Compiling takes minutes a phase; name one with --gi
 """
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -63,6 +64,14 @@ class Phase:
     def fits(self, limit: float | None) -> bool:
         """Whether its peak is below `limit` bytes (None: unknown, then what the compiler says)."""
         return not self.cost.error and (limit is None or self.peak <= limit)
+
+    def shrink(self, limit: float | None) -> float:
+        """What its temporaries have to be divided by to fit; infinity where the rest alone takes all."""
+        size = limit or math.inf
+        if self.cost.error:  # the compiler gives one number for all that the program needs
+            return math.inf if self.resident >= size else self.cost.temporaries / (size - self.resident)
+        room = size - (self.peak - self.cost.temporaries)
+        return math.inf if room <= 0 else self.cost.temporaries / room
 
 
 @gin.configurable
@@ -163,7 +172,7 @@ def _show(plan: Plan, programs: Programs, sizes: dict[str, int], phases: list[Ph
             continue
         why = phase.cost.error or f"{phase.peak / GIB:.1f} GiB of {limit / GIB:.1f}"
         console.print(f"{phase.name} does not fit ({why}); what helps, the best first:")
-        for line in advice(phase.name, programs, sizes):
+        for line in advice(phase.name, programs, sizes, phase.shrink(limit)):
             console.print(f"  {line}")
 
 

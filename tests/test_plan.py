@@ -1,6 +1,7 @@
 """The plan compiles the real programs, here for simulated devices, and counts what they keep, move and compute."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import jax
@@ -8,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cipo_jax.distributed.compiled import bytes_per_device, collective_bytes, compile_cost
+from cipo_jax.distributed.compiled import Cost, bytes_per_device, collective_bytes, compile_cost
 from cipo_jax.distributed.mesh import mesh
 from cipo_jax.learning.advantages import AdvantageConfig
 from cipo_jax.models.cache import KVCache
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import parameter_count
-from cipo_jax.plan import Plan, make_plan
+from cipo_jax.plan import Phase, Plan, make_plan
 from cipo_jax.rollout.engine import RolloutConfig
 from cipo_jax.training.advice import advice
 from cipo_jax.training.programs import Programs, forward_flops
@@ -208,6 +209,17 @@ def test_flops_of_the_phases():
 def test_advice_names_a_line_that_helps(phase, changes, first):
     p = programs(4, 2, dataclasses.replace(METHOD, **changes))
     assert advice(phase, p, p.sizes())[0].startswith(first)
+
+
+def test_advice_divides_by_what_is_needed():
+    p = programs(2, 2, dataclasses.replace(METHOD, questions=8, samples=8), replica=2)  # 64 rows, 16 a shard
+    for shrink, microbatches in ((1.1, 2), (2.0, 2), (2.1, 4), (8.0, 8), (100.0, 16)):
+        lines = advice("update", p, p.sizes(), shrink)
+        assert lines[0] == f"Method.microbatches = {microbatches}  # {64 // microbatches} rows at a time instead of 64"
+    assert advice("update", p, p.sizes(), math.inf)[0].startswith("more devices")
+    phase = Phase("update", Cost(arguments=40, temporaries=90), 30, 0.0, 0.0)
+    assert phase.shrink(100) == 3.0 and phase.shrink(70) == math.inf
+    assert Phase("update", Cost(temporaries=140, error="Used 140"), 30, 0.0, 0.0).shrink(100) == 2.0
 
 
 def test_advice_for_what_does_not_fit_at_all():

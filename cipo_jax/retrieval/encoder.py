@@ -93,6 +93,7 @@ class BertEmbedder:
         everywhere = NamedSharding(mesh, PartitionSpec())
         params = bert.load_bert(folder, self.config)
         self._params = jax.device_put(jax.tree.map(lambda a: a.astype(DTYPES[dtype]), params), everywhere)
+        self._programs: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._encode = jax.jit(functools.partial(_encode, config=self.config, spec=self.spec), out_shardings=self._rows)
 
     @functools.cached_property
@@ -121,7 +122,7 @@ class BertEmbedder:
         for length, members in sorted(buckets.items()):
             for start in range(0, len(members), step):
                 chosen = members[start : start + step]
-                out[chosen] = self._run([ids[i] for i in chosen], step, length)[: len(chosen)]
+                _collect(out, chosen, self._run([ids[i] for i in chosen], step, length))
         return out
 
     def warm_up(self) -> None:
@@ -173,7 +174,15 @@ class BertEmbedder:
         for i, text_ids in enumerate(ids):
             padded[i, : len(text_ids)], lengths[i] = text_ids, len(text_ids)
         ids_BL, lengths_B = jax.device_put((padded, lengths), self._rows)
-        return self._encode(self._params, ids_BL, lengths_B)
+        return self._program(rows, length)(self._params, ids_BL, lengths_B)
+
+    def _program(self, rows: int, length: int) -> jax.stages.Compiled:
+        # Kept here and not by jit, which compiles anew inside a host callback, where another default device is set.
+        if (rows, length) not in self._programs:
+            ids_BL = jax.ShapeDtypeStruct((rows, length), np.int32, sharding=self._rows)
+            lengths_B = jax.ShapeDtypeStruct((rows,), np.int32, sharding=self._rows)
+            self._programs[rows, length] = self._encode.lower(self._params, ids_BL, lengths_B).compile()
+        return self._programs[rows, length]
 
 
 def _collect(out: np.ndarray, members: list[int], vectors: jax.Array) -> int:

@@ -9,6 +9,7 @@ import pytest
 from cipo_jax.errors import UserError
 from cipo_jax.models.bert import bert_hidden, load_bert, pool
 from cipo_jax.retrieval.encoder import BertEmbedder, EncoderSpec
+from cipo_jax.training.metrics import CompileCounter
 
 
 def _texts(count, seed=0):
@@ -62,15 +63,17 @@ def test_programs_are_bounded_by_buckets(embedder, tiny_encoder):
     for seed in range(3):
         fresh.embed_passages(_texts(19, seed))
         fresh.embed_queries(_texts(7, seed))
-    assert fresh._encode._cache_size() <= 3 + 3  # passages 8, 16, 24; queries 8, 16, 24
+    assert len(fresh._programs) <= 3 + 3  # passages 8, 16, 24; queries 8, 16, 24
 
 
 def test_after_the_warm_up_no_query_compiles(embedder, tiny_encoder):
     fresh = BertEmbedder(str(tiny_encoder), embedder.spec, batch=4, query_batch=2, bucket=4, max_devices=1)
     fresh.warm_up()
-    compiled = fresh._encode._cache_size()
-    fresh.embed_queries([" ".join(["w1"] * n) for n in range(0, 30, 2)])
-    assert fresh._encode._cache_size() == compiled == 4  # 4, 8, 16, 24
+    texts = [" ".join(["w1"] * n) for n in range(0, 30, 2)]
+    expected = fresh.embed_queries(texts)
+    with CompileCounter() as compiles, jax.default_device(jax.local_devices()[3]):  # as in a host callback
+        np.testing.assert_array_equal(fresh.embed_queries(texts), expected)
+    assert compiles.count == 0 and len(fresh._programs) == 4  # 4, 8, 16, 24
 
 
 @pytest.mark.parametrize("text", ["", "\x00", "\udce9 w1", "w1 " * 10_000, "🦊"])

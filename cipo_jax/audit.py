@@ -41,7 +41,8 @@ from cipo_jax.training.run_dir import write_atomic
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", None, "Hugging Face folder or .gguf file.")
 flags.DEFINE_string("trajectories", None, "File of transcripts.")
-flags.DEFINE_string("out", None, "Folder for the results; created.")
+if "out" not in FLAGS:  # evaluate has one too; tests import both
+    flags.DEFINE_string("out", None, "Folder for the results; created.")
 flags.DEFINE_string("tokenizer", None, "Folder of the tokenizer; the model's own by default.")
 flags.DEFINE_enum("study", None, ["faithfulness", "behaviour"], "Run this study instead of the audit.")
 flags.DEFINE_integer("limit", None, "Read no more than this many transcripts.")

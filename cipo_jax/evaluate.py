@@ -34,7 +34,8 @@ from cipo_jax.training.samples import write_samples
 FLAGS = flags.FLAGS
 flags.DEFINE_string("checkpoint", None, "A run's directory; its best checkpoint on validation is evaluated.")
 flags.DEFINE_integer("step", None, "Another step of --checkpoint.")
-flags.DEFINE_string("out", None, "Directory to write to.")
+if "out" not in FLAGS:  # audit has one too; tests import both
+    flags.DEFINE_string("out", None, "Directory to write to.")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.flags import FLAGS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +22,7 @@ from cipo_jax.protocols.base import INVALID_ACTION, RETRIEVAL_FAILED, Action, Ac
 from cipo_jax.retrieval.corpus import ListCorpus
 from cipo_jax.retrieval.dense import sparse_retriever
 from cipo_jax.retrieval.retriever import Passage
-from cipo_jax.rollout.environment import Environment
+from cipo_jax.rollout.environment import AWAIT_ALL, Environment
 from cipo_jax.training.step import Method
 
 README = (config.REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -150,8 +151,9 @@ def test_the_protocol_answers_searches_of_a_rollout(brackets):
     ids = np.zeros((2, 64), np.int32)
     for row, tail in enumerate(tails):
         ids[row, : len(tail)] = tail
-    reply = environment.reply(np.array([1, 2]), np.arange(2), ids, np.array([len(tail) for tail in tails]), [80, 80])
-    count, content, _, rows, tokens = environment.layout.read(reply)
+    counts, zeros = np.array([len(tail) for tail in tails]), np.zeros(2, int)
+    reply = environment.exchange([True, True], np.arange(2), ids, counts, [80, 80], zeros, zeros + AWAIT_ALL)
+    count, content, _, rows, tokens = environment.layout.read(reply[:, 1:])
     assert rows.tolist() == [[1], [-1]] and content[1].tolist() == [0, 0]
     assert brackets.tokenizer.decode(tokens[0, slice(*content[0])]) == "Brenavik: The river of Brenavik is Ashewe.\n"
     assert brackets.tokenizer.decode(tokens[1, : count[1]]) == "\nNeither a query nor an answer.\n"
@@ -187,17 +189,21 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_parse(command, clean_gin):
+def test_commands_parse(command, clean_gin, tmp_path):
+    for text in blocks(README, "gin"):
+        if name := re.match(r"# (\w+\.gin)\n", text):
+            (tmp_path / name[1]).write_text(text)
     words = shlex.split(command, comments=True)
     at = next(i for i, word in enumerate(words) if word.startswith("cipo_jax."))
     importlib.import_module(words[at])  # it may hold configurables of its own
     flags = [word.split("=", 1) for word in words[at + 1 :]]
-    assert {name for name, _ in flags} <= {"--gin_file", "--gin_binding", "--gin_names", "--run_dir"}
+    assert all(name == "--run_dir" or name.removeprefix("--") in FLAGS for name, _ in flags)
     given = {name: [value for n, value in flags if n == name] for name, _ in flags}
     if "--gin_names" in given:
         assert config.describe(given["--gin_names"][0])
     else:
-        config.parse(given.get("--gin_file", []), given.get("--gin_binding", []))
+        shown = [str(tmp_path / name) if (tmp_path / name).exists() else name for name in given.get("--gin_file", [])]
+        config.parse(shown, given.get("--gin_binding", []))
 
 
 def test_mistakes_are_told_as_shown(clean_gin):

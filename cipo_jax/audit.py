@@ -23,8 +23,7 @@ from absl import flags
 from rich.console import Console
 
 from cipo_jax import cli
-from cipo_jax.data.gguf_tokenizer import gguf_tokenizer
-from cipo_jax.data.tokenizer import load_tokenizer
+from cipo_jax.data.tokenizer import load_tokenizer, model_tokenizer
 from cipo_jax.distributed.mesh import mesh
 from cipo_jax.distributed.sharding import ShardingRules
 from cipo_jax.errors import UserError
@@ -43,7 +42,7 @@ flags.DEFINE_string("model", None, "Hugging Face folder or .gguf file.")
 flags.DEFINE_string("trajectories", None, "File of transcripts.")
 if "out" not in FLAGS:  # evaluate has one too; tests import both
     flags.DEFINE_string("out", None, "Folder for the results; created.")
-flags.DEFINE_string("tokenizer", None, "Folder of the tokenizer; the model's own by default.")
+flags.DEFINE_string("tokenizer", None, "Folder of the tokenizer; the one beside or inside the model by default.")
 flags.DEFINE_enum("study", None, ["faithfulness", "behaviour"], "Run this study instead of the audit.")
 flags.DEFINE_integer("limit", None, "Read no more than this many transcripts.")
 flags.DEFINE_integer("page_limit", 200, "Transcripts on the page.")
@@ -62,7 +61,7 @@ def main() -> None:
         )
     out, model_path = Path(FLAGS.out), Path(FLAGS.model)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = read_tokenizer(model_path)
+    tokenizer = load_tokenizer(FLAGS.tokenizer) if FLAGS.tokenizer else model_tokenizer(model_path)
     rules = ShardingRules(mesh())
     model = load_decoder(model_path, rules, dtype="float32", param_dtype="float32", remat=False)
     config = AuditConfig()
@@ -100,19 +99,6 @@ def main() -> None:
         console.print_json(data={k: v for k, v in summary.items() if k != "unreadable"})
     for path in written:
         console.print(str(path), soft_wrap=True)
-
-
-def read_tokenizer(model: Path):
-    """The tokenizer named by --tokenizer, else the one beside or inside the model."""
-    if FLAGS.tokenizer:
-        return load_tokenizer(FLAGS.tokenizer)
-    folder = model if model.is_dir() else model.parent
-    if (folder / "tokenizer.json").exists():
-        return load_tokenizer(folder)
-    files = [model] if model.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    if not files:
-        raise UserError(f"{folder} holds no tokenizer.json; name a tokenizer's folder as --tokenizer.")
-    return gguf_tokenizer(files[0])
 
 
 if __name__ == "__main__":

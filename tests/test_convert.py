@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import random_checkpoints as checkpoints
 from safetensors.numpy import load_file
 
 from cipo_jax.convert import convert
@@ -16,9 +16,6 @@ from cipo_jax.errors import UserError
 from cipo_jax.models.hf_config import decoder_config
 from cipo_jax.models.weights import load_decoder
 from cipo_jax.training.checkpoints import Checkpoints
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "models"))
-import random_checkpoints as checkpoints
 
 # Sizes that divide over eight devices.
 HF = checkpoints.CONFIGS["qwen3_v5"] | {"vocab_size": 64}

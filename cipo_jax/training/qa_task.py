@@ -1,10 +1,11 @@
 """A task from files: question sets, one passage collection, and a model's own tokenizer."""
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import gin
 
-from cipo_jax.data.questions import load_questions
+from cipo_jax.data.questions import Question, load_questions
 from cipo_jax.data.tokenizer import model_tokenizer
 from cipo_jax.errors import UserError
 from cipo_jax.protocols.base import Protocol
@@ -17,8 +18,8 @@ from cipo_jax.training.task import Task
 def qa_task(
     model: str = gin.REQUIRED,
     retriever: Retriever = gin.REQUIRED,
-    train: str = gin.REQUIRED,
-    validation: str = gin.REQUIRED,
+    train: str | Sequence[str] = gin.REQUIRED,
+    validation: str | Sequence[str] = gin.REQUIRED,
     reported: Mapping[str, str] = gin.REQUIRED,
     protocol: Callable[..., Protocol] = SearchR1,
     validation_limit: int | None = None,
@@ -28,8 +29,8 @@ def qa_task(
     Args:
       model: folder or `.gguf` file whose tokenizer is used.
       retriever: answers every search, whatever corpus a question names.
-      train: file of the RL questions.
-      validation: file of the questions that checkpoints are selected on.
+      train: file of the RL questions, or several files.
+      validation: file of the questions that checkpoints are selected on, or several.
       reported: files of the final table, by name; the first one is the headline.
       protocol: called with the tokenizer.
       validation_limit: takes the first questions of `validation` alone.
@@ -40,7 +41,7 @@ def qa_task(
     if not reported:
         raise UserError('qa_task.reported is empty; name at least one question set, such as {"nq": "nq_test.jsonl"}')
     sets = {name: load_questions(path) for name, path in reported.items()}
-    training, validating = load_questions(train), load_questions(validation)[:validation_limit]
+    training, validating = _joined(train), _joined(validation)[:validation_limit]
     for name, path, questions in [("train", train, training), ("validation", validation, validating)] + [
         (f"reported[{name!r}]", reported[name], questions) for name, questions in sets.items()
     ]:
@@ -54,3 +55,10 @@ def qa_task(
         validation=validating,
         reported=sets,
     )
+
+
+def _joined(paths: str | Sequence[str]) -> list[Question]:
+    """The questions of one or several files; several files may use the same ids, so these get their file's name."""
+    if isinstance(paths, str):
+        return load_questions(paths)
+    return [dataclasses.replace(q, id=f"{path}:{q.id}") for path in paths for q in load_questions(path)]

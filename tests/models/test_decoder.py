@@ -45,6 +45,15 @@ def full(model, tokens, lengths):
     return model.logits(model(tokens, positions, PackedContext(Visibility.causal(mask), 16))[0])
 
 
+@pytest.fixture(scope="module")
+def hybrid():
+    """A hybrid's graph and parameters, three rows of tokens with their lengths, and their logits by whole forwards."""
+    graph, params = init_decoder(HYBRID, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
+    tokens, lengths = jnp.asarray(np.random.default_rng(0).integers(0, 97, (3, 23)), jnp.int32), jnp.asarray([23, 9, 1])
+    whole = jax.jit(lambda params, tokens, lengths: full(nnx.merge(graph, params), tokens, lengths))
+    return graph, params, tokens, lengths, whole(params, tokens, lengths)
+
+
 @pytest.mark.parametrize(
     "unroll,split,reads,read",
     [
@@ -57,12 +66,9 @@ def full(model, tokens, lengths):
         ("unstacked", True, (8, 24), 99),
     ],
 )
-def test_ways_to_run_the_layers_agree(unroll, split, reads, read):
+def test_ways_to_run_the_layers_agree(hybrid, unroll, split, reads, read):
     """Cached decoding in uneven chunks, against the whole forward; hybrid, so that both kinds of layers count right."""
-    graph, params = init_decoder(HYBRID, 0, ShardingRules(mesh(devices=jax.devices()[:1])))
-    model = nnx.merge(graph, params)
-    tokens, lengths = jnp.asarray(np.random.default_rng(0).integers(0, 97, (3, 23)), jnp.int32), jnp.asarray([23, 9, 1])
-    want = full(model, tokens, lengths)
+    graph, params, tokens, lengths, want = hybrid
 
     @functools.partial(jax.jit, static_argnames="chunk")
     def step(params, tokens, cache, filled, count, chunk):

@@ -77,6 +77,22 @@ def single(request, float64):
     return config, params, logits_and_gradients(graph, params, decoding.one_device())
 
 
+@pytest.fixture(scope="module")
+def narrow(single):
+    """In float32: `run(rules)` gives gradients and logits on a mesh; and what one device gives."""
+    config, wide, _ = single
+    config = dataclasses.replace(config, dtype="float32", param_dtype="float32")
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(wide))
+
+    def run(rules):
+        graph, shapes = abstract_decoder(config, rules)
+        grads, logits = logits_and_gradients(graph, jax.device_put(params, parameter_shardings(shapes, rules)), rules)
+        assert logits.dtype == jnp.float32 and all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+        return [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)], np.asarray(logits, np.float64)
+
+    return run, run(decoding.one_device())
+
+
 @pytest.mark.parametrize("shape", MESHES)
 def test_logits_and_gradients_equal_one_device(single, shape):
     config, alone, (want_grads, want_logits) = single
@@ -98,30 +114,23 @@ def test_logits_and_gradients_equal_one_device(single, shape):
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_float32_equals_one_device_to_rounding(single, shape):
+def test_float32_equals_one_device_to_rounding(single, narrow, shape):
     """1e-5: the largest logit's error of the largest logit, the gradient's in the L2 norm, whole and by parameter.
 
     In float32 a hybrid on one device is itself 1.1e-5 (logits) and 1.9e-5 (largest gradient entries) away from float64:
     the delta rule's norm divides by outputs that are near 0 at a document's start. Eight devices are nearer to one than
     that, so what is left is rounding.
     """
-    config, wide, (exact_grads, exact_logits) = single
-    config = dataclasses.replace(config, dtype="float32", param_dtype="float32")
-    params = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(wide))
-    results = []
-    for rules in (decoding.one_device(), ShardingRules(mesh(**MESHES[shape]))):
-        graph, shapes = abstract_decoder(config, rules)
-        grads, logits = logits_and_gradients(graph, jax.device_put(params, parameter_shardings(shapes, rules)), rules)
-        assert logits.dtype == jnp.float32 and all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
-        results.append(([np.asarray(g, np.float64) for g in jax.tree.leaves(grads)], np.asarray(logits, np.float64)))
-    (want_grads, want_logits), (got_grads, got_logits) = results
+    _, _, (exact_grads, exact_logits) = single
+    run, (want_grads, want_logits) = narrow
+    got_grads, got_logits = run(ShardingRules(mesh(**MESHES[shape])))
     assert np.abs(got_logits - want_logits).max() <= 1e-5 * np.abs(want_logits).max()
     errors = [np.linalg.norm(a - b) for a, b in zip(got_grads, want_grads, strict=True)]
     sizes = [np.linalg.norm(b) for b in want_grads]
     assert np.linalg.norm(errors) <= 1e-5 * np.linalg.norm(sizes)
     assert all(error <= 1.5e-5 * size for error, size in zip(errors, sizes))
     # and both are what float64 says, to the same rounding
-    for grads, logits in results:
+    for grads, logits in ((want_grads, want_logits), (got_grads, got_logits)):
         assert np.abs(logits - np.asarray(exact_logits)).max() <= 3e-5 * np.abs(exact_logits).max()
         for got, want in zip(grads, jax.tree.leaves(exact_grads), strict=True):
             assert np.linalg.norm(got - np.asarray(want)) <= 3e-5 * np.linalg.norm(want)

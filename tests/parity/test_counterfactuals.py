@@ -5,8 +5,6 @@ batch of ten takes a quarter of the counterfactuals, in turn.
 """
 
 import os
-import sys
-from pathlib import Path
 
 import decoding
 import numpy as np
@@ -14,9 +12,6 @@ import pytest
 import random_checkpoints as checkpoints
 import reference as models
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scoring"))
-
 from slow_scoring import random_trajectories, slow_rows
 
 from cipo_jax.scoring.counterfactuals import Masked, RandomSpan, Removed, Several, Window

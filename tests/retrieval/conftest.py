@@ -1,15 +1,12 @@
 """A tiny encoder with random weights and a word-level tokenizer, and the real MiniLM where it is to be had."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from cipo_jax.retrieval.encoder import BertEmbedder, EncoderSpec
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # makes `bad_server` importable
 
 GOLDEN = Path(__file__).parents[1] / "models" / "golden" / "bert"
 WORDS = [f"w{i}" for i in range(40)]

@@ -149,21 +149,6 @@ def test_changing_sampling_compiles_nothing(setting):
     assert rollout._program._cache_size() == 1
 
 
-@pytest.mark.parametrize("fsdp,tensor", [(2, 2), (4, 1)])
-def test_meshes_agree_with_one_host_call_per_shard(setting, fsdp, tensor):
-    asked = questions(8)
-    sampling = Sampling(np.float32(1.0), np.int32(0), np.float32(1.0))
-    one, many = setting(), setting(fsdp, tensor)
-    want = jax.device_get(one.rollout()(one.params, asked, SAMPLES, KEY, sampling)[0])
-    device, counters = many.rollout()(many.params, asked, SAMPLES, KEY, sampling)
-    for shard in device.tokens.addressable_shards:  # tensor peers hold equal copies
-        np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(device.tokens)[shard.index])
-    got = jax.device_get(device)
-    np.testing.assert_array_equal(got.tokens, want.tokens)
-    np.testing.assert_array_equal(got.stop_reason, want.stop_reason)
-    assert many.environment.take_counts()["host_calls"] == int(counters["ask_steps"]) * fsdp
-
-
 class Broken:
     """Raises, answers too little, or answers nonsense."""
 

@@ -44,6 +44,8 @@ def test_eight_devices_two_of_them_tensor_peers(architecture, protocol):
     trajectories, counters = world.rollout()(
         world.params, edge_questions(QUESTIONS), SAMPLES, jax.random.key(KEY), sampling
     )
+    for shard in trajectories.tokens.addressable_shards:  # tensor peers hold equal copies
+        np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(trajectories.tokens)[shard.index])
     assert_same(jax.device_get(trajectories), rows, bound)
     assert world.environment.take_counts()["host_calls"] == int(counters["ask_steps"]) * 4
 
@@ -91,9 +93,8 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(4, 1), (2, 2)])
-def test_two_processes_of_two_devices(fsdp, tensor, tmp_path, repository):
-    architecture, protocol = PAIRS[1]
+@pytest.mark.parametrize(("architecture", "protocol", "fsdp", "tensor"), [(*PAIRS[0], 4, 1), (*PAIRS[1], 2, 2)])
+def test_two_processes_of_two_devices(architecture, protocol, fsdp, tensor, tmp_path, repository):
     world, rows, bound, _ = wanted(architecture, protocol)
     (tmp_path / "rollout_program.py").write_text(textwrap.dedent(PROGRAM))
     paths = [repository, tmp_path, repository / "tests" / "rollout", repository / "tests" / "protocols"]

@@ -7,14 +7,10 @@ import sys
 from pathlib import Path
 
 import failing_run
+from bad_server import Server
 from tiny_run import last_step
 
 from cipo_jax.training.metrics import read_metrics
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "retrieval"))
-
-from bad_server import Server  # noqa: E402
 
 LIMIT_S = 240
 BAD = ("error500", "html", "cut", "silent", "hang_up", "drop", "not_http")
@@ -40,7 +36,7 @@ def test_training_goes_on_and_counts_the_failures(tmp_path, repository):
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     try:
         done = subprocess.run(
-            [sys.executable, str(HERE / "failing_run.py"), str(run_dir), server.url],
+            [sys.executable, failing_run.__file__, str(run_dir), server.url],
             env=environment | {"PYTHONPATH": str(repository)},
             capture_output=True,
             text=True,

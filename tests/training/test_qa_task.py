@@ -109,6 +109,18 @@ def test_another_decoder_than_the_checkpoints_is_refused(run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_several_files_may_use_the_same_ids(files):
+    questions = str(files / "questions.jsonl")
+    joined = task(files, train=[questions, questions]).train
+    assert [q.question for q in joined] == [q.question for q in task(files).train] * 2
+    (files / "other").mkdir()
+    (files / "other/questions.jsonl").write_text((files / "questions.jsonl").read_text())
+    paths = [questions, str(files / "other/questions.jsonl")]
+    assert [q.id for q in task(files, validation=paths, validation_limit=None).validation] == [
+        f"{path}:q{i}" for path in paths for i in range(6)
+    ]
+
+
 def test_empty_question_sets_are_named(files):
     with pytest.raises(UserError, match="reported is empty"):
         task(files, reported={})

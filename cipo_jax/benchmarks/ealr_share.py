@@ -1,6 +1,7 @@
 """EALR's share of a training step, from its measured parts: rollout, reference, scoring, update.
 
     python -m cipo_jax.benchmarks.ealr_share --share_json=share.json
+    python -m cipo_jax.benchmarks.ealr_share --finished_run=runs/quickstart
 
 A step of one group of 16 trajectories under Qwen2.5-0.5B's shape (2,048 tokens, 4 turns of 300-token evidence, five actions
 of 120 tokens, float32), and one of the quickstart's. Forwards and the update are timed on `rows` rows and counted for the
@@ -9,6 +10,9 @@ true shares are smaller.
 
 Two shares: `masked`, what the copies cost beyond a visible forward (which a GRPO step does as well where it recomputes old
 log-probs), and `scoring`, all of the scoring pass (for a GRPO step that takes old log-probs from its sampler).
+
+With --finished_run, whole steps of that run's experiment instead, from its best checkpoint, with EALR and without in turn:
+everything counts, and the share is that of the scoring pass and of all that is done with it.
 """
 
 import dataclasses
@@ -17,18 +21,21 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from cipo_jax import config
 from cipo_jax.benchmarks.report import write_report
 from cipo_jax.benchmarks.scoring import Layout, trajectories
 from cipo_jax.benchmarks.scoring_memory import QWEN2_5_0_5B
+from cipo_jax.data.iteration import question_batches
 from cipo_jax.distributed.mesh import mesh
 from cipo_jax.learning.batch import update_batch
 from cipo_jax.learning.objective import ClippedObjective
@@ -37,14 +44,19 @@ from cipo_jax.models.cache import CachedContext, KVCache
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.scoring.counterfactuals import Masked
 from cipo_jax.scoring.packing import pack, places_needed
+from cipo_jax.training.arms import arm_method
+from cipo_jax.training.checkpoints import Checkpoints, abstract_like
+from cipo_jax.training.loop import Run
 from cipo_jax.training.policy import Learner, Policy
+from cipo_jax.training.step import Stepper
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("share_json", None, "File for the numbers.")
 flags.DEFINE_multi_enum(
     "measured_step", ["quickstart", "qwen2_5_0_5b"], ["quickstart", "qwen2_5_0_5b"], "Steps to measure."
 )
-flags.DEFINE_integer("share_repeats", 3, "Runs of each part; the median counts.")
+flags.DEFINE_integer("share_repeats", 3, "Runs of each part, or pairs of steps; the median counts.")
+flags.DEFINE_string("finished_run", None, "Directory of a CIPO run whose steps are timed instead.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +115,8 @@ class Parts:
     def measure(self) -> dict[str, float]:
         """Seconds of each part of the step."""
         s, t = self.step, self.host
+        out = {"update": self._update()}  # before there are further parameters: it needs most memory
         params = self.policy.init(0)
-        out = {}
         for name, tokens in (("decode", 1), ("extend", s.chunk)):
             out[name] = self.seconds(self._cached(params, tokens))
         scorer = jax.jit(self.policy.scorer.__call__)
@@ -115,21 +127,21 @@ class Parts:
         out["copied_places"] = stream.token.shape[1]
         arguments = (*arguments, stream)
         out["visible_masked"] = self.seconds(scorer.lower(*arguments).compile(), *arguments)
-        out["update"] = self._update(params)
         return out
 
     def _cached(self, params, tokens: int):
         """A compiled step of the rollout that reads `tokens` per row."""
-        s = self.step
-        cache = KVCache.zeros(s.decoder, s.group, s.places)
-        layers = jax.jit(lambda p: nnx.merge(self.policy.graph, p).unstacked())(params) if tokens == 1 else None
-        filled = jnp.full(s.group, s.layout.length // 2, jnp.int32)
+        s, filled = self.step, self.step.layout.length // 2  # on average
+        unroll, read = jax.default_backend() == "cpu", min(filled + tokens, s.places)  # as the rollout's engine does
+        cache = KVCache.zeros(s.decoder, s.group, s.places, split=unroll, reads=(read,))
+        layers = jax.jit(lambda p: nnx.merge(self.policy.graph, p).unstacked())(params) if unroll else False
+        filled = jnp.full(s.group, filled, jnp.int32)
         ids = jnp.zeros((s.group, tokens), jnp.int32)
 
         def step(params, layers, cache, ids, filled):
             model = nnx.merge(self.policy.graph, params)
-            context = CachedContext(filled, jnp.full_like(filled, tokens), tokens, s.places)
-            hidden, cache = model(ids, context.positions, context, cache, unroll=layers or False)
+            context = CachedContext(filled, jnp.full_like(filled, tokens), tokens, s.places, read)
+            hidden, cache = model(ids, context.positions, context, cache, unroll=layers)
             return jnp.argmax(model.logits(hidden[:, -1]), -1), cache
 
         compiled = jax.jit(step, donate_argnums=2).lower(params, layers, cache, ids, filled).compile()
@@ -151,13 +163,13 @@ class Parts:
         (stream,) = pack(copies, owner, np.zeros(len(owner), int), (B, places), align).streams
         return stream
 
-    def _update(self, params) -> float:
+    def _update(self) -> float:
         t = self.host
         learner = Learner(self.policy, ClippedObjective(kl_weight=1e-3), adamw())
         advantage = np.where(t.action_mask, np.float32(0.5), np.float32(0))
         zero = np.zeros(t.tokens.shape, np.float32)
         batch = update_batch(t, advantage, zero - 1, zero - 1, skip_zero_groups=False)
-        state = [learner.init(params)]
+        state = [learner.init(self.policy.init(0))]
 
         def call():
             state[0], metrics = learner.update(state[0], batch, 0)
@@ -189,7 +201,36 @@ def shares(step: Step, parts: dict[str, float]) -> dict[str, float]:
     return out
 
 
+def steps_of_a_run(run_dir: Path, pairs: int) -> dict[str, float]:
+    """Median seconds of a finished run's step with EALR and without, and EALR's share: over pairs on the same questions."""
+    config.parse([str(run_dir / "config.gin")])
+    run = Run()
+    task, policy = run.task(), Policy(run.decoder, run.mesh())
+    stepper = Stepper(run.method, policy, task, run.rollout, run.seed)
+    state = stepper.learner.init(policy.init(run.seed))
+    with Checkpoints(run_dir / "checkpoints", read_only=True) as saved:
+        state = saved.restore(abstract_like(state), saved.selected_step)[0]
+    reference = jax.tree.map(jnp.copy, state.params)
+    batches = question_batches(task.train, run.method.questions, run.seed)
+    seconds: dict[str, list[float]] = {"cipo": [], "outcome": []}
+    for pair in range(pairs + 2):  # two to warm up
+        for arm in sorted(seconds, reverse=pair % 2 == 1):
+            stepper.use(arm_method(run.method, arm), task, run.seed)
+            start = time.perf_counter()
+            state, _ = stepper(state, reference, batches[pair], pair)
+            jax.block_until_ready(state)
+            seconds[arm].append(time.perf_counter() - start)
+    kept = {arm: times[2:] for arm, times in seconds.items()}
+    return {arm: statistics.median(times) for arm, times in kept.items()} | {
+        "share": statistics.median(1 - without / whole for whole, without in zip(*kept.values()))
+    }
+
+
 def main(_) -> None:
+    logging.set_verbosity(logging.WARNING)  # the checkpoint library tells a lot
+    if FLAGS.finished_run:
+        write_report(steps_of_a_run(Path(FLAGS.finished_run), FLAGS.share_repeats), FLAGS.share_json)
+        return
     found = {}
     for name in FLAGS.measured_step:
         parts = Parts(STEPS[name], FLAGS.share_repeats).measure()

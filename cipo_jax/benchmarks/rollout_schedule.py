@@ -5,9 +5,9 @@
 SmolLM2-135M's shape in float32 with random weights (`--depth` for fewer layers); the lengths of actions are forced.
 
 *Refill*: one action per trajectory, of log-normal length (sigma 0.8), eight times as many trajectories as slots. Compared:
-slots that are refilled; one batch after the other, each run to its longest row; and the ideal, which is as many decode
-steps as list scheduling takes (the next trajectory goes to the slot that is free first), each of the time that a step takes
-when no slot ever ends.
+slots that are refilled; one batch after the other, each run to its longest row; and the ideal, which is the prompts' time
+and as many decode steps as list scheduling takes (the next trajectory goes to the slot that is free first), each of the time
+that a step takes when no slot ever ends.
 
 *Latency*: trajectories of two searches and an answer, four times as many as slots, with a retriever that takes no time, and
 one that takes as long as eight decode steps: `ready` and `lag` decode meanwhile, `blocking` asks when all slots wait.
@@ -39,7 +39,7 @@ from cipo_jax.rollout.sampling import Sampling
 
 SIGMA = 0.8
 PROMPT = 16
-STEP_TOKENS = 24  # per slot, for the time of a step
+STEP_TOKENS = 64  # per slot, for the time of a step
 
 
 class Scripted(Protocol):
@@ -132,10 +132,11 @@ def list_schedule(lengths: Iterable[int], slots: int) -> int:
     return max(free)
 
 
-def step_seconds(bench: Bench, rollout: Rollout, longest: int) -> float:
-    """A decode step's time with all slots in use: the difference of two lengths."""
-    low, high = (bench.run(rollout, np.full((bench.slots, 1), n)) for n in (longest - STEP_TOKENS, longest))
-    return (high["seconds"] - low["seconds"]) / (high["decode_steps"] - low["decode_steps"])
+def step_seconds(bench: Bench, rollout: Rollout, longest: int) -> tuple[float, float]:
+    """Seconds of a decode step with all slots in use, on average over `longest` tokens, and of a batch's prompts."""
+    low, high = (bench.run(rollout, np.full((bench.slots, 1), n)) for n in (1, longest))
+    step = (high["seconds"] - low["seconds"]) / (high["decode_steps"] - low["decode_steps"])
+    return step, max(0.0, low["seconds"] - step)
 
 
 def refill(bench: Bench, mean: float, rounds: int, rng: np.random.Generator) -> dict[str, float]:
@@ -143,7 +144,7 @@ def refill(bench: Bench, mean: float, rounds: int, rng: np.random.Generator) -> 
     slots = bench.slots
     drawn = np.exp(SIGMA * rng.standard_normal(8 * slots))
     lengths = np.maximum(1, np.round(drawn * mean / drawn.mean())).astype(int)
-    longest = max(int(lengths.max()), 2 * STEP_TOKENS)
+    longest = int(lengths.max())
     queued, batch = (bench.rollout(0, longest, slots=s) for s in (slots, None))
     batches = lengths.reshape(8, slots, 1)
     for rollout, some in ((queued, lengths[:, None]), (batch, batches[0])):  # compiles
@@ -155,14 +156,17 @@ def refill(bench: Bench, mean: float, rounds: int, rng: np.random.Generator) -> 
         batched.append([bench.run(batch, some) for some in batches])
     seconds = statistics.median(r["seconds"] for r in refilled)
     batch_seconds = statistics.median(sum(r["seconds"] for r in part) for part in batched)
-    ideal_steps, step_s = list_schedule(lengths, slots), statistics.median(step)
+    step_s, prompts_s = (statistics.median(values) for values in zip(*step))
+    ideal_steps = list_schedule(lengths, slots)
+    ideal = 8 * prompts_s + ideal_steps * step_s
     return {
         "tokens": int(lengths.sum()),
         "step_s": step_s,
+        "prompts_s": 8 * prompts_s,
         "tokens_per_s": lengths.sum() / seconds,
         "batch_tokens_per_s": lengths.sum() / batch_seconds,
         "over_batches": batch_seconds / seconds,
-        "over_ideal": ideal_steps * step_s / seconds,
+        "over_ideal": ideal / seconds,
         "decode_steps": refilled[0]["decode_steps"],
         "ideal_steps": ideal_steps,
         "batch_steps": sum(r["decode_steps"] for r in batched[0]),
@@ -228,9 +232,9 @@ def main() -> None:
     if args.part != "refill":
         step_s = report["refill"]["step_s"] if "refill" in report else None
         if step_s is None:
-            rollout = bench.rollout(0, 2 * STEP_TOKENS)
+            rollout = bench.rollout(0, STEP_TOKENS)
             bench.run(rollout, np.ones((args.slots, 1), int))
-            step_s = step_seconds(bench, rollout, 2 * STEP_TOKENS)
+            step_s, _ = step_seconds(bench, rollout, STEP_TOKENS)
         report["step_s"] = step_s
         report["latency"] = latency(bench, args.mean, step_s, args.rounds, rng)
     write_report(report, args.json)

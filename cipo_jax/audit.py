@@ -72,13 +72,15 @@ def main() -> None:
         "transcripts": len(transcripts),
         "config": repr(config),
     }
-    with Progress().phase(FLAGS.study or "audit", len(transcripts)) as phase:
-        if FLAGS.study == "faithfulness":
-            found = faithfulness(*arguments, Faithfulness(), phase.advance, BatchStore(out / "grid.jsonl", about))
-        elif FLAGS.study == "behaviour":
-            found = behaviour(*arguments, BehaviourStudy(), phase.advance)
-        else:
-            audited, skipped = audit(*arguments, phase.advance, BatchStore(out / "scored.jsonl", about))
+    progress = Progress()
+    if FLAGS.study == "behaviour":
+        found = behaviour(*arguments, BehaviourStudy(), progress)
+    else:
+        with progress.phase(FLAGS.study or "audit", len(transcripts)) as phase:
+            if FLAGS.study:
+                found = faithfulness(*arguments, Faithfulness(), phase.advance, BatchStore(out / "grid.jsonl", about))
+            else:
+                audited, skipped = audit(*arguments, phase.advance, BatchStore(out / "scored.jsonl", about))
     if FLAGS.study == "faithfulness":
         written = write_faithfulness(out, found)
         console.print(faithfulness_table(found))

@@ -1,31 +1,36 @@
 """The falsifier: does an action with much EALR really change when its evidence is deleted or replaced?"""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from scipy import stats
 
+from cipo_jax.data.questions import Question
+from cipo_jax.distributed.arrays import fetch
 from cipo_jax.distributed.mesh import data_shards
-from cipo_jax.distributed.sharding import ShardingRules
+from cipo_jax.distributed.sharding import GENERATION_RULES, ShardingRules
 from cipo_jax.errors import UserError
 from cipo_jax.evaluation.audit import AuditConfig, TranscriptScorer, action_kind
+from cipo_jax.evaluation.closed_book import NoPassages
 from cipo_jax.evaluation.statistics import wilson
 from cipo_jax.evaluation.transcripts import Transcript
-from cipo_jax.models.cache import CachedContext, KVCache
 from cipo_jax.models.weights import Loaded
+from cipo_jax.protocols.search_r1 import SearchR1
 from cipo_jax.rewards.scores import normalise
+from cipo_jax.rollout.config import RolloutConfig
+from cipo_jax.rollout.engine import Rollout
+from cipo_jax.rollout.environment import Environment
+from cipo_jax.rollout.sampling import Sampling
 from cipo_jax.scoring.counterfactuals import Masked, Removed, Several, drawn, transitions
+from cipo_jax.training.progress import Progress
 
 VARIANTS = ("visible", "deleted", "replaced")
-STOPS = ("</search>", "</answer>", "</tool_call>", "<|im_end|>", "<|endoftext|>")
+STOPS = ("</search>", "</answer>", "</tool_call>")
 BUCKET = 256  # prefixes are padded to multiples of this, so that few shapes are compiled
 
 
@@ -68,15 +73,18 @@ def behaviour(
     tokenizer: Any,
     config: AuditConfig,
     study: BehaviourStudy,
-    progress: Callable[[int], None] = lambda n: None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Runs the study; the result holds the shares that changed, the AUC of EALR predicting it, and every action."""
-    cases = _cases(transcripts, model, rules, tokenizer, config, study, progress)
+    progress = progress or Progress(quiet=True)
+    with progress.phase("scored", study.transitions) as phase:
+        cases = _cases(transcripts, model, rules, tokenizer, config, study, phase.advance)
     if not cases:
         raise UserError("no transcript has evidence with a next action; the behaviour study needs some.")
     generate = Generator(model, rules, tokenizer, study.new_tokens, study.batch)
     wanted = [c.prefix[v] + tokenizer.encode(c.forced, add_special_tokens=False) for c in cases for v in VARIANTS]
-    texts = iter(generate(wanted))
+    with progress.phase("generated", len(wanted)) as phase:
+        texts = iter(generate(wanted, phase.advance))
     records = []
     for case in cases:
         said = {v: cut(case.forced + next(texts)) for v in VARIANTS}
@@ -132,11 +140,11 @@ def decision(text: str) -> tuple[str, str]:
     return "other", normalise(text)
 
 
-def _cases(transcripts, model, rules, tokenizer, config, study, progress) -> list[Case]:
+def _cases(transcripts, model, rules, tokenizer, config, study, advance) -> list[Case]:
     masks = (Masked(), Removed())
     scorer = TranscriptScorer(model, rules, tokenizer, config, Several(masks))
     cases, seen = [], []  # evidence of earlier transcripts replaces that of later ones; the first ones wait for some
-    waiting = []
+    waiting, known = [], 0
     for part, scores, _ in scorer(transcripts):
         batch = scores.trajectories
         ealr: dict[tuple[int, int], dict[str, float]] = {}
@@ -147,8 +155,9 @@ def _cases(transcripts, model, rules, tokenizer, config, study, progress) -> lis
             for turn, e0, e1, a0, a1 in transitions(batch, b, "content"):
                 waiting.append((transcript, row, turn, (e0, e1, a0, a1), ealr[b, turn]))
                 seen.append((transcript.id, row.tokens[0, e0:e1]))
-        progress(len(part))
-        if len(waiting) >= study.transitions:
+        advance(min(len(waiting), study.transitions) - known)
+        known = min(len(waiting), study.transitions)
+        if known == study.transitions:
             break
     for transcript, row, turn, (e0, e1, a0, a1), value in waiting[: study.transitions]:
         others = [text for name, text in seen if name != transcript.id]
@@ -167,74 +176,62 @@ def _cases(transcripts, model, rules, tokenizer, config, study, progress) -> lis
     return cases
 
 
+class _Continuation(SearchR1):
+    """Prompts are prefixes by their number, and one action follows."""
+
+    stop_strings = terminal_stops = STOPS
+    corrects_invalid = False
+    prefixes: Sequence[Sequence[int]] = ()
+
+    def prompt_ids(self, question: str) -> list[int]:
+        return list(self.prefixes[int(question)])
+
+
 class Generator:
-    """Greedy continuation of prefixes of any length.
+    """Greedy continuation of prefixes of any length, up to a stop string or an end-of-turn token.
 
     Args:
       model: the decoder.
       rules: sharding table.
       tokenizer: decodes.
-      new_tokens: tokens per continuation; fewer where an end-of-turn token comes first.
+      new_tokens: tokens per continuation at most.
       batch: prefixes at a time.
     """
 
     def __init__(self, model: Loaded, rules: ShardingRules, tokenizer: Any, new_tokens: int, batch: int):
-        self.model, self.rules, self.tokenizer, self.new = model, rules, tokenizer, new_tokens
+        self.model, self.new = model, new_tokens
+        self.rules = ShardingRules(rules.mesh, GENERATION_RULES)
         shards = data_shards(rules.mesh)
         self.batch = -(-batch // shards) * shards
-        vocabulary = tokenizer.get_vocab()
-        names = {tokenizer.eos_token, "<|im_end|>", "<|endoftext|>"} & vocabulary.keys()
-        self.ends = np.asarray(sorted(vocabulary[name] for name in names), np.int32)
+        self.protocol = _Continuation(tokenizer)
+        self._rollouts: dict[int, Rollout] = {}
 
-    def __call__(self, prefixes: Sequence[Sequence[int]]) -> list[str]:
-        """The text that follows each prefix."""
-        order = np.argsort([len(p) for p in prefixes], kind="stable").tolist()
-        texts = [""] * len(prefixes)
+    def __call__(self, prefixes: Sequence[Sequence[int]], advance: Callable[[int], None] = lambda n: None) -> list[str]:
+        """The text that follows each prefix; `advance` is told how many more are done."""
+        self.protocol.prefixes = prefixes
+        order = np.argsort([len(p) for p in prefixes], kind="stable")
+        greedy, texts = Sampling(np.float32(0), np.int32(0), np.float32(1)), [""] * len(prefixes)
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
-            width = -(-max(len(prefixes[i]) for i in part) // BUCKET) * BUCKET
-            tokens, length = np.zeros((self.batch, width), np.int32), np.ones(self.batch, np.int32)
+            rollout = self._rollout(-(-len(prefixes[part[-1]]) // BUCKET) * BUCKET)
+            asked = [Question(str(i), str(i), ("",)) for i in np.resize(part, self.batch)]
+            written = fetch(rollout(self.model.params, asked, 1, jax.random.key(0), greedy)[0])
             for row, i in enumerate(part):
-                tokens[row, : len(prefixes[i])], length[row] = prefixes[i], len(prefixes[i])
-            out = np.asarray(self._generate(self.model.params, *self.rules.put_batch((tokens, length))))
-            for row, i in enumerate(part):
-                ids = out[row].tolist()
-                stop = next((n for n, token in enumerate(ids) if token in self.ends), len(ids))
-                texts[i] = self.tokenizer.decode(ids[: stop + 1])
+                start, end = written.action_span[row, 0]
+                texts[i] = self.protocol.tokenizer.decode(written.tokens[row, start:end].tolist())
+            advance(len(part))
         return texts
 
-    @functools.cached_property
-    def _generate(self):
-        config, new, ends = self.model.config, self.new, self.ends
-
-        @jax.jit
-        def generate(params, tokens, length):
-            model = nnx.merge(self.model.graph, params)
-            B, P = tokens.shape
-
-            def forward(tokens, filled, count, cache):
-                context = CachedContext(filled, count, tokens.shape[1], P + new)
-                hidden, cache = model(tokens, context.positions, context, cache)
-                last = jnp.take_along_axis(hidden, count[:, None, None] - 1, 1)
-                return jnp.argmax(model.logits(last)[:, 0], -1).astype(jnp.int32), cache
-
-            cache = KVCache.zeros(config, B, P + new, self.rules)
-            token, cache = forward(tokens, jnp.zeros_like(length), length, cache)
-
-            def going(carry):
-                return (carry[0] < new) & ~carry[3].all()
-
-            def step(carry):
-                i, token, cache, done, out = carry
-                out = out.at[:, i].set(token)
-                done |= (token[:, None] == ends[None]).any(1)
-                token, cache = forward(token[:, None], length + i, jnp.ones_like(length), cache)
-                return i + 1, token, cache, done, out
-
-            carry = (0, token, cache, jnp.zeros(B, bool), jnp.full((B, new), ends[0], jnp.int32))
-            return jax.lax.while_loop(going, step, carry)[4]
-
-        return generate
+    def _rollout(self, width: int) -> Rollout:
+        """The program for prefixes of up to `width` tokens."""
+        if width not in self._rollouts:
+            config = RolloutConfig(
+                max_turns=0, top_k=1, prompt_tokens=width, action_tokens=self.new, observation_tokens=1,
+                total_tokens=width + self.new, chunk=BUCKET,
+            )  # fmt: skip
+            environment = Environment(self.protocol, {"default": NoPassages()}, config.top_k, config.observation_tokens)
+            self._rollouts[width] = Rollout(self.model.config, self.model.graph, config, environment, self.rules)
+        return self._rollouts[width]
 
 
 def behaviour_table(found: dict[str, Any]):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cipo_jax.data.questions import Question
 from cipo_jax.distributed.mesh import mesh
-from cipo_jax.distributed.sharding import ShardingRules
+from cipo_jax.distributed.sharding import GENERATION_RULES, ShardingRules
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import init_decoder
 from cipo_jax.protocols.qwen_tools import QwenTools
@@ -149,7 +149,8 @@ class EdgeWorld:
     config: RolloutConfig
 
     def rollout(self) -> Rollout:
-        return Rollout(self.decoder, self.graph, self.config, self.environment, self.rules)
+        generation = ShardingRules(self.rules.mesh, GENERATION_RULES)
+        return Rollout(self.decoder, self.graph, self.config, self.environment, generation)
 
 
 def edge_world(architecture: str, protocol: str, fsdp: int = 1, tensor: int = 1, dtype: str = "float32") -> EdgeWorld:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cipo_jax.data.questions import Question
 from cipo_jax.distributed.mesh import mesh
-from cipo_jax.distributed.sharding import ShardingRules
+from cipo_jax.distributed.sharding import GENERATION_RULES, ShardingRules
 from cipo_jax.models.config import DecoderConfig
 from cipo_jax.models.decoder import init_decoder
 from cipo_jax.protocols.search_r1 import SearchR1
@@ -86,7 +86,8 @@ class Setting:
 
     def rollout(self, **changes) -> Rollout:
         config = dataclasses.replace(CONFIG, **changes)
-        return Rollout(DECODER, self.graph, config, self.environment, self.rules)
+        generation = ShardingRules(self.rules.mesh, GENERATION_RULES)
+        return Rollout(DECODER, self.graph, config, self.environment, generation)
 
 
 def questions(n: int) -> list[Question]:

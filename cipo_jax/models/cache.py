@@ -124,6 +124,23 @@ def _where(stacks, layer):
     return (0, layer) if len(stacks) == 1 else (layer, 0)
 
 
+def _write(stack, number, place_BC, new_BCKE, axis: int):
+    """Writes `new` at places along `axis` of layer `number` of a stack `[layers, B, ..]`; those out of bounds are dropped.
+
+    Row by row, and said so that the partitioner sees it: it gathers the rows of all devices where they are indices.
+    """
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3),
+        inserted_window_dims=(0, axis),
+        scatter_dims_to_operand_dims=(0, axis),
+        operand_batching_dims=(1,),
+        scatter_indices_batching_dims=(0,),
+    )
+    index = jnp.stack([jnp.full_like(place_BC, number), place_BC], -1)
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(stack, index, new_BCKE.astype(stack.dtype), numbers, mode=mode)
+
+
 def _replaced(items: tuple, index: int, item) -> tuple:
     return (*items[:index], item, *items[index + 1 :])
 
@@ -157,15 +174,15 @@ class CachedContext:
         """See `models.decoder.Context`."""
         B, C, H, E = q_BCHE.shape
         K = k_BCKE.shape[2]
-        row, number, start = jnp.arange(B)[:, None], _where(cache.key[0], layer), 0
+        number, start = _where(cache.key[0], layer), 0
         keys, values, read_keys, read_values = [], [], [], []
         for part_key, part_value in zip(cache.key, cache.value, strict=True):
             key, value = part_key[number[0]], part_value[number[0]]
             end = start + value.shape[3]
             # Negative indices would count from the end.
             place = jnp.where((self.place >= start) & (self.place < end), self.place - start, end - start)
-            key = key.at[number[1], row, :, :, place].set(k_BCKE, mode="drop")
-            value = value.at[number[1], row, :, place].set(v_BCKE, mode="drop")
+            key = _write(key, number[1], place, k_BCKE, 4)
+            value = _write(value, number[1], place, v_BCKE, 3)
             if start < self.read:
                 read_keys.append(key[number[1], :, :, :, : self.read - start])
                 read_values.append(value[number[1], :, :, : self.read - start])
@@ -188,8 +205,8 @@ class CachedContext:
 
     def delta(self, inputs, cache: KVCache, layer):
         """See `models.decoder.Context`."""
-        B, C = self.real.shape
-        taps, row = inputs.kernels[0].shape[0], jnp.arange(B)[:, None]
+        C = self.real.shape[1]
+        taps = inputs.kernels[0].shape[0]
         inputs = inputs.silenced(self.real)
         fresh = (self.filled == 0)[:, None, None, None]
         at, number = _where(cache.state, layer)
@@ -207,9 +224,10 @@ class CachedContext:
             scan = chunked_delta(q, k, v, inputs.log_decay, inputs.beta, initial=initial, chunk=DELTA_CHUNK)
             out, final = scan.out, scan.final
         # A fresh row without new tokens stays as it was, and is fresh again next time.
-        newest = self.count[:, None] + jnp.arange(back, dtype=jnp.int32)[None]
+        newest = (self.count[:, None] + jnp.arange(back, dtype=jnp.int32)[None])[..., None, None]
         history = tuple(
-            stack.at[number].set(x[row, newest].astype(stack.dtype)) for stack, x in zip(history, lines, strict=True)
+            stack.at[number].set(jnp.take_along_axis(x, newest, 1).astype(stack.dtype))
+            for stack, x in zip(history, lines, strict=True)
         )
         return out, dataclasses.replace(
             cache,

@@ -50,12 +50,12 @@ class Endings:
 
 def append_tokens(slots: Slots, token, logprob, ends: Endings) -> Slots:
     """Writes one sampled token `[S]` with its log-prob to every running slot, and ends actions and trajectories."""
-    text, running, slot = slots.text, slots.running, jnp.arange(slots.row.shape[0])
+    text, running = slots.text, slots.running
     L, turns = text.tokens.shape[1], text.action_span.shape[1]
     place = jnp.where(running, text.length, L)
 
     def write(array, value):
-        return array.at[slot, place].set(value, mode="drop")
+        return _write(array, place, jnp.broadcast_to(value, place.shape))
 
     length = text.length + running
     limit = jnp.take_along_axis(slots.limit, slots.turn[:, None], 1)[:, 0]
@@ -85,7 +85,7 @@ def append_tokens(slots: Slots, token, logprob, ends: Endings) -> Slots:
             behaviour_logprob=write(text.behaviour_logprob, logprob),
             length=length,
             stop_reason=jnp.where(running, reason, text.stop_reason),
-            action_span=text.action_span.at[slot, turn].set(span, mode="drop"),
+            action_span=_write(text.action_span, turn, span),
         ),
         automaton=jnp.where(running, state, slots.automaton),
         waiting=slots.waiting | (over & (reason == 0)),
@@ -97,7 +97,7 @@ def append_observations(slots: Slots, reply, layout: ReplyLayout) -> Slots:
 
     An empty observation stands for one that didn't fit: the trajectory ends.
     """
-    text, slot = slots.text, jnp.arange(slots.row.shape[0])
+    text = slots.text
     L, turns = text.tokens.shape[1], text.action_span.shape[1]
     ticket, (count, content, passages, rows, ids) = reply[:, 0], layout.read(reply[:, 1:])
     arrived = slots.waiting & (ticket == 0)
@@ -106,7 +106,7 @@ def append_observations(slots: Slots, reply, layout: ReplyLayout) -> Slots:
     place = jnp.where(place < count[:, None], text.length[:, None] + place, L)
 
     def write(array, value):
-        return array.at[slot[:, None], place].set(value, mode="drop")
+        return _write(array, place, jnp.broadcast_to(value, place.shape))
 
     length, begin = text.length + count, text.length[:, None]
     turn = jnp.where(arrived & (content[:, 1] > content[:, 0]), slots.turn, turns)  # out of bounds: dropped
@@ -121,10 +121,10 @@ def append_observations(slots: Slots, reply, layout: ReplyLayout) -> Slots:
             turn=write(text.turn, slots.turn[:, None].astype(jnp.int8)),
             length=length,
             stop_reason=jnp.where(arrived & (count == 0), StopReason.TOKEN_LIMIT, text.stop_reason),
-            evidence_span=text.evidence_span.at[slot, turn].set(jnp.stack([text.length, length], -1), mode="drop"),
-            content_span=text.content_span.at[slot, turn].set(content + begin, mode="drop"),
-            passage_span=text.passage_span.at[slot, turn].set(passages, mode="drop"),
-            passage_row=text.passage_row.at[slot, turn].set(rows, mode="drop"),
+            evidence_span=_write(text.evidence_span, turn, jnp.stack([text.length, length], -1)),
+            content_span=_write(text.content_span, turn, content + begin),
+            passage_span=_write(text.passage_span, turn, passages),
+            passage_row=_write(text.passage_row, turn, rows),
         ),
         turn=slots.turn + (count > 0),
         start=jnp.where(count > 0, length, slots.start),
@@ -132,3 +132,11 @@ def append_observations(slots: Slots, reply, layout: ReplyLayout) -> Slots:
         waiting=slots.waiting & ~arrived,
         ticket=jnp.where(slots.waiting, ticket, 0),
     )
+
+
+def _write(array, place, value):
+    """Writes `value[i]` at `array[i, place[i]]`, on row `i` alone; places out of bounds are dropped.
+
+    A map over rows and not an index for them: the partitioner would gather the rows of all devices.
+    """
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(array, place, value)

@@ -4,6 +4,7 @@ How tokens see each other is not the model's business: a *context* object answer
 `models/attention.py` has the one for whole sequences, `models/cache.py` the one for cached decoding.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -134,10 +135,19 @@ def parameter_shardings(params: nnx.State, rules: ShardingRules) -> nnx.State:
 
 def init_decoder(config: DecoderConfig, seed: int, rules: ShardingRules) -> tuple[nnx.GraphDef, nnx.State]:
     """Random parameters, created sharded: no device ever holds them whole."""
+    graph, init = _init_program(config, rules)
+    return graph, init(seed)
+
+
+@functools.lru_cache(maxsize=8)
+def _init_program(config: DecoderConfig, rules: ShardingRules):
+    """The graph definition, and the program that makes parameters from a seed; compiled once per shape and mesh."""
     graph, shapes = abstract_decoder(config, rules)
-    shardings = parameter_shardings(shapes, rules)
-    init = jax.jit(lambda: nnx.split(Decoder(config, nnx.Rngs(seed), rules))[1], out_shardings=shardings)
-    return graph, init()
+
+    def init(seed):
+        return nnx.split(Decoder(config, nnx.Rngs(jax.random.key(seed)), rules))[1]
+
+    return graph, jax.jit(init, out_shardings=parameter_shardings(shapes, rules))
 
 
 def cast(params: nnx.State, dtype) -> nnx.State:

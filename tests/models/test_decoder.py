@@ -57,11 +57,8 @@ def hybrid():
 @pytest.mark.parametrize(
     "unroll,split,reads,read",
     [
-        ("scanned", False, (), None),
         ("scanned", False, (8, 24), 24),
-        ("unrolled", False, (), 24),
-        ("unrolled", True, (), None),
-        ("unstacked", True, (), 24),
+        ("unrolled", False, (), None),
         ("unstacked", True, (8, 24, 30), 24),
         ("unstacked", True, (8, 24), 99),
     ],

@@ -15,7 +15,7 @@ from cipo_jax.types import Role, StopReason
 
 KEY = jax.random.key(11)
 QUESTIONS, SAMPLES = 64, 2
-PAIRS = [("qwen3", "search_r1"), ("qwen3", "qwen_tools"), ("qwen3_5", "search_r1"), ("qwen3_5", "qwen_json")]
+PAIRS = [("qwen3", "search_r1"), ("qwen3", "qwen_tools"), ("qwen3_5", "search_r1"), ("qwen3", "qwen_json")]
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def sampled(architecture, protocol, temperature, dtype="float32", questions=QUES
     return world, plain, jax.device_get(trajectories)
 
 
-GREEDY = [(*PAIRS[1], 0.0), (*PAIRS[3], 0.0)]
+GREEDY = [(*PAIRS[1], 0.0), (*PAIRS[2], 0.0)]
 
 
 @pytest.mark.parametrize(("architecture", "protocol", "temperature"), [(*pair, 1.0) for pair in PAIRS] + GREEDY)
@@ -128,7 +128,7 @@ def replay(plain, trajectories, b: int, temperature: float, key=KEY):
 def scorer_gap(world, trajectories, temperature) -> np.ndarray:
     """|behaviour log-prob - scorer's| of every action token."""
     active = trajectories.role == Role.ACTION
-    assert active.sum() > 800
+    assert active.sum() > 300
     scored = jax.jit(Scorer(world.graph).__call__)(
         world.params, trajectories.tokens, trajectories.length, active, np.float32(temperature)
     )[0]

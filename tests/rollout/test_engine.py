@@ -149,30 +149,6 @@ def test_changing_sampling_compiles_nothing(setting):
     assert rollout._program._cache_size() == 1
 
 
-class Broken:
-    """Raises, answers too little, or answers nonsense."""
-
-    def __init__(self, how):
-        self.how = how
-
-    def retrieve(self, queries, top_k):
-        if self.how == "raises":
-            raise ConnectionError("gone")
-        return {"short": [], "nonsense": [[None]] * len(queries), "none": None}[self.how]
-
-
-@pytest.mark.parametrize("how", ["raises", "short", "nonsense", "none"])
-def test_a_broken_retriever_becomes_observations_and_a_count(setting, how):
-    one = setting(retriever=Broken(how))
-    sampling = Sampling(np.float32(1.0), np.int32(0), np.float32(1.0))
-    trajectories = jax.device_get(one.rollout()(one.params, questions(8), SAMPLES, KEY, sampling)[0])
-    counts = one.environment.take_counts()
-    assert counts["queries"] > 0
-    assert counts["retrieval_errors"] == counts["queries"]
-    assert trajectories.searches.sum() == 0
-    assert (trajectories.stop_reason > 0).all()
-
-
 def test_episodes_read_back_what_happened(setting):
     one = setting()
     asked = questions(8)

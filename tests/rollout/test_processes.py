@@ -9,7 +9,6 @@ import textwrap
 
 import jax
 import numpy as np
-import pytest
 from edge_world import edge_questions, edge_world
 from plain import Plain, assert_same
 
@@ -36,8 +35,8 @@ def wanted(architecture: str, protocol: str):
     return world, rows, bound, one
 
 
-@pytest.mark.parametrize(("architecture", "protocol"), PAIRS)
-def test_eight_devices_two_of_them_tensor_peers(architecture, protocol):
+def test_eight_devices_two_of_them_tensor_peers():
+    architecture, protocol = PAIRS[1]
     _, rows, bound, _ = wanted(architecture, protocol)
     world = edge_world(architecture, protocol, fsdp=4, tensor=2)
     sampling = Sampling(np.float32(1.0), np.int32(0), np.float32(1.0))
@@ -93,8 +92,9 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("architecture", "protocol", "fsdp", "tensor"), [(*PAIRS[0], 4, 1), (*PAIRS[1], 2, 2)])
-def test_two_processes_of_two_devices(architecture, protocol, fsdp, tensor, tmp_path, repository):
+def test_two_processes_of_two_devices(tmp_path, repository):
+    architecture, protocol = PAIRS[0]
+    fsdp, tensor = 2, 2
     world, rows, bound, _ = wanted(architecture, protocol)
     (tmp_path / "rollout_program.py").write_text(textwrap.dedent(PROGRAM))
     paths = [repository, tmp_path, repository / "tests" / "rollout", repository / "tests" / "protocols"]
